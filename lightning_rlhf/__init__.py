@@ -1,0 +1,1 @@
+"""RLHF and RLVR for Hugging Face language models as plain PyTorch Lightning."""

@@ -1,0 +1,112 @@
+"""The contract between the `RolloutCallback` and whatever generates.
+
+One generation phase, in this order (the engine's memory is free between phases):
+
+    wake({"weights"}) → load_weights → wake({"kv_cache"}) → generate → sleep
+
+Token ids in, token ids out: nothing is tokenised twice. Every rank calls every method in the same order; ranks that share one
+engine (tensor parallel) give it the same prompts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.types import Completion, Sampling
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+"""(Hugging Face parameter name, full tensor) pairs; a tied parameter comes under each of its names."""
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What an engine needs to know of the run. Derived by the `RolloutCallback` from the module and the data.
+
+    Args:
+        model: local folder with the model's config, tokenizer and (initial) weights.
+        device: where this rank's part of the engine lives.
+        dtype: the compute dtype of the trainer.
+        eos_token_ids: every id that ends a response.
+        pad_token_id: filler for engines that pad.
+        max_model_len: longest prompt plus longest response, in tokens.
+        max_num_seqs: responses of one generation phase on this rank: the most that are ever in flight.
+        seed: of the run.
+        trust_remote_code: as the user asked.
+    """
+
+    model: str
+    device: torch.device
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+    max_model_len: int
+    max_num_seqs: int
+    seed: int = 0
+    trust_remote_code: bool = False
+
+
+class RolloutEngine(ABC):
+    """Generates responses with a copy of the policy's weights.
+
+    ``weight_version`` is the version of the weights that the engine holds, or -1 when it holds none that may be used:
+    `generate` must then raise instead of producing noise.
+    """
+
+    weight_version: int = -1
+
+    @abstractmethod
+    def setup(self, context: EngineSetup) -> None:
+        """Build the engine. Called once per process with an empty device, after the process group is up; idempotent."""
+
+    @abstractmethod
+    def wake(self, tags: Sequence[str]) -> None:
+        """Take back the memory of ``tags``, a subset of ("weights", "kv_cache"). Waking what is awake does nothing."""
+
+    @abstractmethod
+    def load_weights(self, weights: NamedTensors, version: int) -> None:
+        """Replace all weights and drop caches computed with the old ones."""
+
+    @abstractmethod
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seeds: Sequence[int], log_probs: bool = False
+    ) -> list[Completion]:
+        """One response per entry of ``prompts`` (repeat a prompt to get several), in the same order.
+
+        Args:
+            prompts: token ids.
+            sampling: how to draw; ``num_generations`` was already applied by the caller.
+            seeds: one per entry; a response is a function of (weights, prompt, sampling, seed) as far as the kernels allow.
+            log_probs: return the log-prob of each sampled token under the distribution it was drawn from.
+
+        Raises:
+            RuntimeError: no usable weights (asleep, or level-2 sleep without a re-load).
+        """
+
+    @abstractmethod
+    def sleep(self, level: int) -> None:
+        """Give memory back: 0 keeps everything, 1 drops the KV cache and parks the weights on the host, 2 drops both.
+
+        After level 2 `generate` raises until `load_weights` ran. An engine that cannot sleep still stops accepting work.
+        """
+
+    def checksum(self) -> int | None:
+        """`weights.checksum` over the weights held, or None if they cannot be read (packed by the kernel library)."""
+        return None
+
+    def close(self) -> None:
+        """Free everything; leaves the trainer's process groups alone."""
+
+
+def sample_seed(seed: int, iteration: int, prompt_index: int, sample_index: int) -> int:
+    """A 63-bit seed for one response: a hash, so that neighbours are independent in every generator.
+
+    Equal arguments give equal seeds on any number of ranks.
+    """
+    key = f"{seed}/{iteration}/{prompt_index}/{sample_index}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1

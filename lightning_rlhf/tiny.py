@@ -1,0 +1,107 @@
+"""``random:tiny``: a small random model with a byte tokenizer, for tests, CI and a first run without network.
+
+It is written once to the user's cache (``$LIGHTNING_RLHF_CACHE`` or ``~/.cache/lightning_rlhf``) as an ordinary Hugging Face
+folder and is the same on every machine. head_dim is 32 because the attention kernels of vLLM's CPU backend start there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+TINY = "random:tiny"
+_VERSION = "1"
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+def local_path(model: str, trust_remote_code: bool = False) -> str:
+    """The folder of ``model``: a local path as it is, `random:tiny` from the cache, a hub id downloaded.
+
+    Raises:
+        FileNotFoundError: a path that does not exist, or a hub id that cannot be fetched.
+    """
+    if model == TINY:
+        return str(tiny_model())
+    if model.startswith("random:"):
+        raise FileNotFoundError(f"model.model: {model!r} is unknown, the only built-in model is {TINY!r}")
+    if Path(model).is_dir():
+        return model
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise FileNotFoundError(f"model.model: there is no folder {model!r}")
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+    try:
+        return snapshot_download(model, allow_patterns=patterns + (["*.py"] if trust_remote_code else []))
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise FileNotFoundError(
+            f"model.model: {model!r} is neither a local folder nor a model that can be downloaded ({reason})"
+        ) from error
+
+
+def tiny_model(cache: Path | None = None) -> Path:
+    """Write the model if it is not there yet; safe when several processes do so at once (the folder appears whole)."""
+    root = cache or Path(os.environ.get("LIGHTNING_RLHF_CACHE", "~/.cache/lightning_rlhf")).expanduser()
+    target = root / f"random-tiny-{_VERSION}"
+    if target.is_dir():
+        return target
+    root.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=root, prefix=".random-tiny-"))
+    try:
+        _write(draft)
+        try:
+            draft.rename(target)
+        except OSError:  # another process was faster
+            if not target.is_dir():
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return target
+
+
+def _write(folder: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    special = ["<pad>", "<eos>", "<bos>"]
+    vocab = {t: i for i, t in enumerate(special)}
+    for char in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        vocab[char] = len(vocab)
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(t, special=True) for t in special])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", chat_template=_CHAT_TEMPLATE
+    )
+    tokenizer.save_pretrained(folder)
+
+    config = Qwen2Config(
+        vocab_size=len(vocab),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        pad_token_id=vocab["<pad>"],
+        eos_token_id=vocab["<eos>"],
+        bos_token_id=vocab["<bos>"],
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        pad_token_id=vocab["<pad>"], eos_token_id=vocab["<eos>"], bos_token_id=vocab["<bos>"]
+    )
+    model.save_pretrained(folder)

@@ -1,0 +1,220 @@
+"""What one phase of an iteration hands to the next.
+
+    PromptDataModule ── Prompts ──▶ RolloutCallback ── Rollout ──▶ score, log-probs, advantages ── Experience ──▶ update
+
+Shape legend
+    P   prompts on this data rank                      n   responses per prompt (``Sampling.num_generations``)
+    B   responses on this data rank, P·n               G   responses of all data ranks: the iteration's global batch
+    T   the longest response of the batch              S   tokens of a packed stream
+
+Responses are prompt-major: response ``i`` belongs to prompt ``i // n``. Every ``(B, T)`` or ``(G, T)`` tensor is aligned with
+the RESPONSE: column 0 is its first token, and ``mask`` is 1 on the tokens that were sampled. Masks come from lengths, never
+from token ids, so a pad token equal to the EOS is harmless. `shift_labels` is the only place where tokens are shifted: index
+``t`` of everything computed by the policy concerns ``labels[t]``.
+
+All classes are frozen; ``to(device)`` returns a copy (Lightning moves batches with it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeAlias
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Message: TypeAlias = dict[str, Any]
+Prompt: TypeAlias = str | list[Message]
+"""A prompt as the data set has it: plain text, or a conversation."""
+
+IGNORE = -100
+"""Label of a position that predicts nothing: the end of a sequence, a prompt token, padding."""
+
+
+class _Movable:
+    """``.to`` for frozen dataclasses: Lightning's own mover refuses to set their fields."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Any:
+        moved = {}
+        for f in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor | _Movable):
+                moved[f.name] = value.to(device, non_blocking=non_blocking)
+        return replace(self, **moved)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn.
+
+    Args:
+        num_generations: responses per prompt, n.
+        temperature: divides the logits; 0 is greedy (validation only).
+        top_p: nucleus mass, 1 keeps the whole distribution.
+        top_k: keep the k likeliest tokens, 0 keeps all.
+        min_p: drop tokens below this share of the likeliest token's probability, 0 keeps all.
+        max_completion_length: longest response in tokens.
+        min_completion_length: no EOS before this many tokens.
+        stop: strings that end a response (they stay in its token ids).
+        stop_token_ids: ids that end a response besides the model's own EOS ids.
+        ignore_eos: sample to ``max_completion_length`` whatever is drawn (benchmarks).
+        extra: handed to the engine's own sampling parameters as they are.
+    """
+
+    num_generations: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_completion_length: int = 256
+    min_completion_length: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        checks = {
+            "num_generations": (self.num_generations >= 1, "at least 1"),
+            "temperature": (0.0 <= self.temperature < float("inf"), "0 (greedy) or positive"),
+            "top_p": (0.0 < self.top_p <= 1.0, "in (0, 1]"),
+            "top_k": (self.top_k >= 0, "0 (off) or positive"),
+            "min_p": (0.0 <= self.min_p < 1.0, "in [0, 1)"),
+            "max_completion_length": (self.max_completion_length >= 1, "at least 1"),
+            "min_completion_length": (
+                0 <= self.min_completion_length <= self.max_completion_length,
+                "between 0 and max_completion_length",
+            ),
+        }
+        for name, (holds, what) in checks.items():
+            if not holds:
+                raise ValueError(f"sampling.{name} must be {what}, got {getattr(self, name)}")
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the sampler renormalises over a part of the vocabulary (its log-probs are then not the policy's)."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+@dataclass(frozen=True)
+class Prompts(_Movable):
+    """The prompts of one data rank, tokenised once.
+
+    ``index`` is the row in the data set; seeds depend on it, so a prompt draws the same responses on any number of ranks.
+    """
+
+    ids: list[list[int]]
+    raw: list[Prompt]
+    columns: dict[str, list[Any]]
+    index: Int[Tensor, "P"]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response as the engine returns it.
+
+    ``log_probs`` are of the distribution that was sampled from (temperature applied), or None when not asked for.
+    ``finish_reason``: "stop" (an EOS id or a stop condition), "length" (cut at the limit) or "abort".
+    """
+
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length", "abort"]
+    log_probs: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class Rollout(_Movable):
+    """The responses of one data rank: what the `RolloutCallback` adds to the batch as ``batch["rollout"]``.
+
+    ``group`` is the prompt's global position in the iteration: members of a group share it, whichever rank they live on.
+    """
+
+    prompts: Prompts
+    completions: list[Completion]
+    sampling: Sampling
+    group: Int[Tensor, "B"]
+    mask: Float[Tensor, "B T"]
+    sampler_log_probs: Float[Tensor, "B T"] | None = None
+
+    @classmethod
+    def build(
+        cls, prompts: Prompts, completions: list[Completion], sampling: Sampling, group: Int[Tensor, "P"]
+    ) -> Rollout:
+        """Align ragged completions: masks from lengths, log-probs beside them when every completion has some."""
+        n = sampling.num_generations
+        if len(completions) != len(prompts) * n:
+            raise ValueError(f"{len(prompts)} prompts with {n} responses each need {len(prompts) * n} completions, got {len(completions)}")
+        log_probs = [c.log_probs for c in completions if c.log_probs is not None]
+        return cls(
+            prompts=prompts,
+            completions=completions,
+            sampling=sampling,
+            group=group.repeat_interleave(n),
+            mask=right_pad([[1.0] * len(c.token_ids) for c in completions]),
+            sampler_log_probs=right_pad(log_probs) if len(log_probs) == len(completions) else None,
+        )
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards of the responses of one data rank, before they are gathered.
+
+    ``total`` is NaN where a response could not be scored: it is then left out of its group and of the loss.
+    ``parts`` has each reward function's own values; ``metrics`` scalars and ``columns`` lists they logged.
+    """
+
+    total: Float[Tensor, "B"]
+    parts: dict[str, Float[Tensor, "B"]] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    failures: int = 0
+
+
+@dataclass(frozen=True)
+class Experience(_Movable):
+    """The whole iteration's responses, equal on every rank, ready for the update.
+
+    ``sequences`` are prompt + response token ids, ``prompt_lengths`` where the response begins. A row whose mask is 0
+    throughout (empty or unscorable) takes part in nothing. ``old_log_probs`` is None when the update's own forward pass
+    stands for it (one optimizer step per rollout: the ratio is exactly 1).
+    """
+
+    sequences: list[Int[Tensor, "_"]]
+    prompt_lengths: list[int]
+    group: Int[Tensor, "G"]
+    mask: Float[Tensor, "G T"]
+    rewards: Float[Tensor, "G T"]
+    temperature: float
+    sampler_log_probs: Float[Tensor, "G T"] | None = None
+    old_log_probs: Float[Tensor, "G T"] | None = None
+    ref_log_probs: Float[Tensor, "G T"] | None = None
+    values: Float[Tensor, "G T"] | None = None
+    advantages: Float[Tensor, "G T"] | None = None
+    returns: Float[Tensor, "G T"] | None = None
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+
+def shift_labels(sequence: Int[Tensor, "L"], prompt_length: int) -> Int[Tensor, "L"]:
+    """THE token shift: ``labels[t]`` is the response token that position ``t`` predicts, `IGNORE` elsewhere."""
+    labels = torch.full_like(sequence, IGNORE)
+    labels[prompt_length - 1 : -1] = sequence[prompt_length:]
+    return labels
+
+
+def right_pad(rows: Sequence[Sequence[float]], value: float = 0.0) -> Float[Tensor, "B T"]:
+    """Ragged rows to a float tensor, padded on the right; T is at least 1."""
+    out = torch.full((len(rows), max((len(r) for r in rows), default=0) or 1), value)
+    for i, row in enumerate(rows):
+        if len(row):
+            out[i, : len(row)] = torch.as_tensor(row, dtype=torch.float32)
+    return out
