@@ -1,0 +1,143 @@
+"""Ragged responses <-> packed micro-batches, balanced over data ranks.
+
+    lengths of the whole mini-batch ──plan──▶ bins[data rank][micro-step] ──pack──▶ Packed stream ──unpack──▶ (b, T)
+
+`plan` is a pure function of the global lengths: every rank computes the same answer without communication. All data ranks get
+the same number of bins (FSDP's collectives would hang otherwise), every bin holds at most ``budget`` tokens, and bins that run
+at the same time cost about the same.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lightning_rlhf.types import IGNORE, _Movable, shift_labels
+
+Cost = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Packed(_Movable):
+    """One micro-batch as a stream of S tokens, whole sequences one after the other, padding (if any) as one more sequence.
+
+    ``labels[t]`` is the response token that position ``t`` predicts, `IGNORE` elsewhere; ``rows`` are the positions that have
+    one, ascending: the head computes those only. ``response_index[i, j]`` is the stream position that predicts token ``j`` of response ``i`` (0 where there is none: see ``response_mask``).
+    """
+
+    input_ids: Int[Tensor, "S"]
+    position_ids: Int[Tensor, "S"]
+    labels: Int[Tensor, "S"]
+    rows: Int[Tensor, "R"]
+    cu_seqlens: Int[Tensor, "N_1"]
+    response_index: Int[Tensor, "b T"]
+    response_mask: Float[Tensor, "b T"]
+    max_length: int
+    real_tokens: int
+
+    def unpack(self, stream: Float[Tensor, "S"]) -> Float[Tensor, "b T"]:
+        """Values at the positions that predict a response token, aligned with the responses; 0 on padding."""
+        return stream[self.response_index] * self.response_mask
+
+
+def pack(sequences: Sequence[Int[Tensor, "_"]], prompt_lengths: Sequence[int], width: int, multiple_of: int = 1) -> Packed:
+    """Lay sequences into one stream and shift the labels, once, inside each sequence.
+
+    Args:
+        sequences: prompt + response ids; may be empty (the stream is then padding: a rank without work in this step).
+        prompt_lengths: where each response begins, at least 1.
+        width: T of the response-aligned tensors.
+        multiple_of: the stream is padded to a multiple of this (the sequence-parallel size).
+    """
+    lengths = [len(s) for s in sequences]
+    total = sum(lengths)
+    pad = -total % multiple_of or (multiple_of if total == 0 else 0)
+    parts, labels, segments = list(sequences), [], list(lengths)
+    index = torch.zeros(len(lengths), width, dtype=torch.long)
+    mask = torch.zeros(len(lengths), width)
+    start = 0
+    for i, (sequence, prompt) in enumerate(zip(sequences, prompt_lengths, strict=True)):
+        labels.append(shift_labels(sequence, prompt))
+        n = len(sequence) - prompt
+        index[i, :n] = torch.arange(start + prompt - 1, start + prompt - 1 + n)
+        mask[i, :n] = 1.0
+        start += len(sequence)
+    if pad:  # real tokens never attend to it
+        parts.append(torch.zeros(pad, dtype=torch.long))
+        labels.append(torch.full((pad,), IGNORE))
+        segments.append(pad)
+    bounds = torch.tensor([0, *segments]).cumsum(0)
+    all_labels = torch.cat(labels)
+    positions = torch.arange(total + pad) - bounds[:-1].repeat_interleave(torch.tensor(segments))
+    return Packed(
+        input_ids=torch.cat(parts),
+        position_ids=positions,
+        labels=all_labels,
+        rows=(all_labels != IGNORE).nonzero().squeeze(-1),
+        cu_seqlens=bounds.int(),
+        response_index=index,
+        response_mask=mask,
+        max_length=max(segments),
+        real_tokens=total,
+    )
+
+
+def attention_cost(hidden_size: int) -> Cost:
+    """Relative cost of a sequence: 12 h² n for the matrix products and 2 h n² for causal attention, per layer."""
+    return lambda n: n + n * n / (6 * hidden_size)
+
+
+def plan(lengths: Sequence[int], data_ranks: int, budget: int, cost: Cost = float) -> list[list[list[int]]]:
+    """Bins of sequence indices, ``bins[data rank][micro-step]``.
+
+    Longest processing time first under a token budget; the number of bins grows by ``data_ranks`` until everything fits. Bins
+    of the same micro-step have similar cost, since the ranks wait for the slowest. A bin may be empty when there are fewer
+    sequences than ranks.
+
+    Raises:
+        ValueError: a sequence is longer than ``budget`` tokens.
+    """
+    if max(lengths, default=0) > budget:
+        raise ValueError(f"a sequence of {max(lengths)} tokens does not fit the budget of {budget} tokens")
+    costs = [cost(n) for n in lengths]
+    count = data_ranks * max(1, -(-sum(lengths) // (budget * data_ranks)))
+    while (bins := _fill(costs, lengths, count, budget)) is None:
+        count += data_ranks  # ends: with as many bins as sequences each has its own
+
+    def load(members: list[int]) -> float:
+        return sum(costs[i] for i in members)
+
+    bins.sort(key=load, reverse=True)
+    out: list[list[list[int]]] = [[] for _ in range(data_ranks)]
+    total = [0.0] * data_ranks
+    for step in range(0, count, data_ranks):  # the heaviest bin of a step goes to the rank with the least work so far
+        ranks = sorted(range(data_ranks), key=lambda r: (total[r], r))
+        for rank, members in zip(ranks, bins[step : step + data_ranks], strict=True):
+            out[rank].append(members)
+            total[rank] += load(members)
+    return out
+
+
+def _fill(costs: Sequence[float], sizes: Sequence[int], count: int, budget: int) -> list[list[int]] | None:
+    """Heaviest first into the cheapest bin that still has room; None when something does not fit."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    room = [budget] * count
+    heap = [(0.0, j) for j in range(count)]
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        full = []
+        while heap and room[heap[0][1]] < sizes[i]:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        load, j = heapq.heappop(heap)
+        bins[j].append(i)
+        room[j] -= sizes[i]
+        heapq.heappush(heap, (load + costs[i], j))
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return bins

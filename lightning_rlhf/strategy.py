@@ -1,0 +1,309 @@
+"""`FSDPUlyssesStrategy`: the meshes, sharded loading, precision and distributed checkpoints.
+
+    rank = (dp_replicate, dp_shard, sp), sp fastest: a sequence-parallel group stays inside a node
+
+    data mesh (dp, sp)               dp = dp_replicate x dp_shard: who gets different prompts
+    fsdp mesh (replicate?, shard)    shard = dp_shard x sp: who holds different parameters
+
+FSDP2 averages gradients over all dp x sp ranks. Actor, critic and reference are FSDP2 roots of their own inside the
+LightningModule (hooks of a sharded LightningModule would never fire: Lightning calls ``training_step`` directly).
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fsspec.core import url_to_fs
+from lightning.fabric.utilities.load import _METADATA_FILENAME
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_rlhf.ulysses import gather_sequence, shard_sequence
+
+_DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
+    "32-true": (torch.float32, None),
+    "bf16-mixed": (torch.float32, torch.bfloat16),
+    "bf16-true": (torch.bfloat16, None),
+}
+
+
+class FSDP2Precision(Precision):
+    """``Trainer(precision=)`` as FSDP2 dtypes: no autocast, no conversion of batches or of buffers.
+
+    (Lightning's own plugins cast rotary frequencies and rewards to bfloat16.)
+
+    ========== ================== ================ =================
+    precision  parameters, Adam   compute          gradient reduction
+    ========== ================== ================ =================
+    32-true    float32            float32          float32
+    bf16-mixed float32            bfloat16         float32
+    bf16-true  bfloat16           bfloat16         float32
+    ========== ================== ================ =================
+    """
+
+    def __init__(self, precision: str = "32-true") -> None:
+        if precision not in _DTYPES:
+            raise ValueError(f"trainer.precision must be one of {', '.join(_DTYPES)}, got {precision!r}")
+        self.precision = precision  # type: ignore[assignment]
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """Of the trained parameters and the optimizer's state."""
+        return _DTYPES[self.precision][0]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of matrix products and activations."""
+        return _DTYPES[self.precision][1] or self.param_dtype
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        """For `fully_shard` of a trained module."""
+        return MixedPrecisionPolicy(param_dtype=_DTYPES[self.precision][1], reduce_dtype=torch.float32)
+
+
+class FSDPUlyssesStrategy(ModelParallelStrategy):
+    """FSDP2 with DeepSpeed-Ulysses sequence parallelism.
+
+    Args:
+        sequence_parallel_size: ranks that share one sequence. 1 switches it off.
+        data_parallel_replicate: replicas of the sharded model (hybrid sharding); 1 shards over all ranks.
+        process_group_backend: default "cpu:gloo,cuda:nccl" on CUDA and "gloo" on CPU.
+        timeout_minutes: of collectives; a rollout may keep ranks waiting for the slowest.
+
+    Raises:
+        ValueError: the world size is not a multiple of ``sequence_parallel_size * data_parallel_replicate``.
+    """
+
+    def __init__(
+        self,
+        sequence_parallel_size: int = 1,
+        data_parallel_replicate: int = 1,
+        process_group_backend: str | None = None,
+        timeout_minutes: float = 30.0,
+    ) -> None:
+        for name, value in (
+            ("sequence_parallel_size", sequence_parallel_size),
+            ("data_parallel_replicate", data_parallel_replicate),
+        ):
+            if value < 1:
+                raise ValueError(f"trainer.strategy.{name} must be at least 1, got {value}")
+        super().__init__(process_group_backend=process_group_backend, timeout=timedelta(minutes=timeout_minutes))
+        self.sequence_parallel_size = sequence_parallel_size
+        self.data_parallel_replicate = data_parallel_replicate
+        self._data_mesh: DeviceMesh | None = None
+
+    # -- meshes ---------------------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        if self._process_group_backend is None and self.root_device.type == "cuda":
+            self._process_group_backend = "cpu:gloo,cuda:nccl"
+        self._setup_distributed()  # not super(): that builds Lightning's own (data, tensor) mesh
+        self.check_world_size(self.world_size)
+        device, sp = self.root_device.type, self.sequence_parallel_size
+        self._data_mesh = init_device_mesh(device, (self.world_size // sp, sp), mesh_dim_names=("dp", "sp"))
+        replicas = self.data_parallel_replicate
+        if replicas == 1:
+            self._device_mesh = init_device_mesh(device, (self.world_size,), mesh_dim_names=("shard",))
+        else:
+            shape = (replicas, self.world_size // replicas)
+            self._device_mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise unless the meshes tile ``world_size`` ranks."""
+        sp, replicas = self.sequence_parallel_size, self.data_parallel_replicate
+        if world_size % (sp * replicas):
+            raise ValueError(
+                f"{world_size} processes are no multiple of sequence_parallel_size x data_parallel_replicate = {sp} x"
+                f" {replicas}: change trainer.devices, trainer.num_nodes or the strategy's sizes"
+            )
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """(dp, sp)."""
+        if self._data_mesh is None:
+            raise RuntimeError("the meshes exist once the Trainer has set up the process group")
+        return self._data_mesh
+
+    @property
+    def dp_size(self) -> int:
+        """Data ranks: how many different shares of the prompts there are."""
+        return self.data_mesh["dp"].size()
+
+    @property
+    def dp_rank(self) -> int:
+        """Which share of the prompts this rank has."""
+        return self.data_mesh["dp"].get_local_rank()
+
+    @property
+    def sp_group(self) -> dist.ProcessGroup | None:
+        """Ranks that share this rank's sequences, None without sequence parallelism."""
+        return None if self.sequence_parallel_size == 1 else self.data_mesh["sp"].get_group()
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.dp_size, "rank": self.dp_rank}
+
+    # -- collectives of the algorithm: over data ranks, never over sequence-parallel ranks ----------------------------------
+
+    def all_reduce_dp(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
+        """In place, over the data ranks."""
+        if self.dp_size > 1:
+            reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+            dist.all_reduce(tensor, op=reduce_op, group=self.data_mesh["dp"].get_group())
+        return tensor
+
+    def all_gather_objects_dp(self, value: Any) -> list[Any]:
+        """One entry per data rank, in their order; small Python objects and CPU tensors."""
+        out: list[Any] = [value] * self.dp_size
+        if self.dp_size > 1:
+            dist.all_gather_object(out, value, group=self.data_mesh["dp"].get_group())
+        return out
+
+    def broadcast_object_sp(self, value: Any) -> Any:
+        """The value of the first rank of this sequence-parallel group."""
+        group = self.sp_group
+        if group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+        return box[0]
+
+    def shard_sequence(self, x: Tensor) -> Tensor:
+        """This rank's piece of a packed stream."""
+        return shard_sequence(x, self.sp_group)
+
+    def gather_sequence(self, x: Tensor) -> Tensor:
+        """The whole stream from the pieces."""
+        return gather_sequence(x, self.sp_group)
+
+    # -- precision and devices ----------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def precision_plugin(self) -> FSDP2Precision:
+        return self._fsdp2_precision
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        # Lightning's connector hands over its own plugin for `Trainer(precision=...)`: only the name is of use here
+        name = "32-true" if plugin is None else str(plugin.precision)
+        self._fsdp2_precision = plugin if isinstance(plugin, FSDP2Precision) else FSDP2Precision(name)
+
+    @override
+    def model_to_device(self) -> None:
+        pass  # sharded modules are in place already, `.to(device)` would undo offloading
+
+    # -- sharding and loading -------------------------------------------------------------------------------------------------
+
+    def shard(self, root: nn.Module, units: list[nn.Module], frozen: bool = False) -> None:
+        """Make ``root`` an FSDP2 root with ``units`` (decoder layers, an untied head, a value head) as groups of their own.
+
+        Everything in one unit that trains must have one dtype. A frozen root keeps its own dtype and is gathered layer by
+        layer; a float32 unit inside a bf16-mixed root can be sharded beforehand with its own policy (`shard_float32`).
+        """
+        policy = MixedPrecisionPolicy() if frozen else self.precision_plugin.policy
+        for unit in units:
+            fully_shard(unit, mesh=self.device_mesh, mp_policy=policy)
+        fully_shard(root, mesh=self.device_mesh, mp_policy=policy, reshard_after_forward=True if frozen else None)
+        if self.root_device.type == "cpu":  # gloo cannot average
+            for module in root.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)
+        root.requires_grad_(not frozen)
+
+    def shard_float32(self, unit: nn.Module) -> None:
+        """A unit that computes in float32 whatever the precision: its inputs are cast up."""
+        policy = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.float32)
+        fully_shard(unit, mesh=self.device_mesh, mp_policy=policy)
+
+    def materialize(self, root: nn.Module) -> None:
+        """Allocate a sharded root whose parameters are on the meta device; the values are undefined until loaded."""
+        device = self.root_device
+        root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+
+    @staticmethod
+    def reshard(root: nn.Module) -> None:
+        """Free gathered parameters: after a forward without backward a root still holds them."""
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    # -- checkpoints: a DCP folder, local or remote; parameters without gradient are left out -----------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.model is not None
+        # not StateDictOptions(ignore_frozen_params=True): it forgets the second name of tied parameters
+        frozen = {n for n, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        return {n: t for n, t in get_model_state_dict(self.model).items() if n not in frozen}
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.model is not None
+        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return get_optimizer_state_dict(self.model, optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        path = self.broadcast(os.fspath(filepath))  # a str: Path("s3://b") would be a local folder
+        fs, root = url_to_fs(path)
+        marker = f"{root}/{_METADATA_FILENAME}"
+        if self.is_global_zero and fs.exists(marker):  # overwriting: incomplete from here on
+            fs.rm(marker)
+        self.barrier()
+        state = {"state_dict": checkpoint.pop("state_dict")}
+        state |= {f"optimizer_{i}": s for i, s in enumerate(checkpoint.pop("optimizer_states", []))}
+        dcp.save(state, checkpoint_id=path)
+        if self.is_global_zero:
+            with fs.open(marker, "wb") as file:
+                torch.save(checkpoint, file)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.model is not None
+        path = self.broadcast(os.fspath(checkpoint_path))
+        fs, root = url_to_fs(path)
+        marker = f"{root}/{_METADATA_FILENAME}"
+        if not fs.exists(marker):
+            raise FileNotFoundError(f"{path!r} is not a complete checkpoint: it has no {_METADATA_FILENAME}")
+        with fs.open(marker, "rb") as file:
+            metadata = torch.load(file, weights_only=True, map_location="cpu")
+        state: dict[str, Any] = {"state_dict": self.lightning_module_state_dict()}
+        for i, optimizer in enumerate(self.optimizers):
+            state[f"optimizer_{i}"] = get_optimizer_state_dict(self.model, optimizer)
+        dcp.load(state, checkpoint_id=path)
+        set_model_state_dict(self.model, state["state_dict"], options=StateDictOptions(strict=False))
+        for i, optimizer in enumerate(self.optimizers):
+            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state[f"optimizer_{i}"])
+        return metadata
+
+
+StrategyRegistry.register(
+    "fsdp_ulysses",
+    FSDPUlyssesStrategy,
+    description="FSDP2 with DeepSpeed-Ulysses sequence parallelism",
+    override=True,
+)

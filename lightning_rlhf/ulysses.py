@@ -1,0 +1,407 @@
+"""Packed attention and DeepSpeed-Ulysses sequence parallelism for any transformers model that supports flash attention.
+
+Only public extension points are used; no model is patched:
+  * ``transformers.AttentionInterface.register(name, fn)``
+  * ``model.set_attn_implementation(name)``
+  * the keyword arguments ``cu_seq_lens_q, max_length_q`` which decoders forward to the attention function.
+
+A packed stream holds whole sequences one after the other (batch size 1); ``cu_seqlens`` marks where each begins. With P ranks
+in a sequence-parallel group the stream of S tokens is cut into P contiguous pieces, and ONE fused all-to-all turns sequence
+shards into head shards around each attention call:
+
+    in    q (S/P, Hq, D)    k, v (S/P, Hkv, D)      every head, a piece of the stream
+    mid   q (S, Hq/P, D)    k, v (S, Hkv'/P, D)     the whole stream, a slice of the heads
+    out   (S/P, Hq, Dv)
+
+Constraints: batch size 1, no attention mask, no attention dropout, S a multiple of P. KV heads are repeated only as far as
+needed, and zero heads are appended where the query heads do not divide (`head_plan`).
+Source: DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+Kernel = Callable[..., Tensor]
+
+# The collectives are custom ops, not autograd.Function around torch.distributed calls: torch 2.11 compiles the latter into
+# silently wrong gradients. Custom ops take plain values only, so groups are looked up by name.
+_GROUPS: dict[str, dist.ProcessGroup] = {}
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Ranks in a sequence-parallel group; None is a group of one."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def _key(group: dist.ProcessGroup) -> str:
+    _GROUPS[group.group_name] = group
+    return group.group_name
+
+
+@torch.library.custom_op("lightning_rlhf::all_to_all", mutates_args=())
+def _all_to_all(x: Tensor, group: str) -> Tensor:
+    """Equal-split all-to-all over dim 0. It is its own inverse, so backward is the same op."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(out, x.contiguous(), group=_GROUPS[group])
+    return out
+
+
+@_all_to_all.register_fake
+def _(x: Tensor, group: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+_all_to_all.register_autograd(
+    lambda ctx, grad: (_all_to_all(grad, ctx.group), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "group", inputs[1]),
+)
+
+
+@torch.library.custom_op("lightning_rlhf::gather_sequence", mutates_args=())
+def _gather_sequence(x: Tensor, group: str, rank: int, size: int) -> Tensor:
+    out = x.new_empty((size * x.shape[0], *x.shape[1:]))
+    # renamed in torch 2.13: the old name warns there, the new one does not exist in 2.11
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    all_gather(out, x.contiguous(), group=_GROUPS[group])
+    return out
+
+
+@_gather_sequence.register_fake
+def _(x: Tensor, group: str, rank: int, size: int) -> Tensor:
+    return x.new_empty((size * x.shape[0], *x.shape[1:]))
+
+
+def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.rank, ctx.rows = inputs[2], inputs[0].shape[0]
+
+
+_gather_sequence.register_autograd(
+    lambda ctx, grad: (grad.narrow(0, ctx.rank * ctx.rows, ctx.rows), None, None, None), setup_context=_gather_setup
+)
+
+
+def gather_sequence(x: Float[Tensor, "S_P *rest"], group: dist.ProcessGroup | None) -> Float[Tensor, "S *rest"]:
+    """All-gather over dim 0 whose backward keeps the own slice and reduces nothing.
+
+    Right when every rank of the group computes the SAME loss from the gathered tensor: the parameter gradients summed over
+    the group are then the gradient of that loss exactly once.
+    """
+    size = group_size(group)
+    if size == 1:
+        return x
+    assert group is not None
+    return _gather_sequence(x, _key(group), dist.get_rank(group), size)
+
+
+def shard_sequence(x: Float[Tensor, "S *rest"], group: dist.ProcessGroup | None) -> Float[Tensor, "S_P *rest"]:
+    """This rank's contiguous piece; S must be a multiple of the group's size."""
+    size = group_size(group)
+    return x if size == 1 else x.chunk(size)[dist.get_rank(group)]
+
+
+def head_plan(query_heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
+    """(KV repeat factor, zero heads to append) so that query and KV heads both split evenly over ``ranks``.
+
+    Repeats as little as possible, so that the kernel still sees grouped-query attention:
+    (32, 8, 4) -> (1, 0); (28, 4, 4) -> (1, 0); (32, 8, 16) -> (2, 0); (28, 4, 8) -> (7, 4), i.e. MHA and 4 zero heads.
+    """
+    if query_heads % kv_heads:
+        raise ValueError(f"{query_heads} query heads are no multiple of {kv_heads} key/value heads")
+    members = query_heads // kv_heads
+    if query_heads % ranks == 0:
+        for repeat in range(1, members + 1):
+            if members % repeat == 0 and (kv_heads * repeat) % ranks == 0:
+                return repeat, 0
+    return members, -query_heads % ranks
+
+
+def _scatter_heads(q: Tensor, k: Tensor, v: Tensor, ranks: int, group: str) -> tuple[Tensor, Tensor, Tensor, int]:
+    """(S/P, H, D) x 3 with all heads -> (S, H/P, D) x 3 with all tokens, in one all-to-all; also the true head count."""
+    (rows, heads, d), kv_heads, dv = q.shape, k.shape[1], v.shape[2]
+    repeat, pad = head_plan(heads, kv_heads, ranks)
+    if repeat > 1:
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    if pad:
+        q, k, v = (F.pad(t, (0, 0, 0, pad)) for t in (q, k, v))
+    send = torch.cat([t.reshape(rows, ranks, -1).transpose(0, 1) for t in (q, k, v)], dim=-1)
+    received = _all_to_all(send, group).view(ranks * rows, -1)  # source rank == position in the stream: no copy
+    local_q, local_kv = q.shape[1] // ranks, k.shape[1] // ranks
+    q, k, v = received.split([local_q * d, local_kv * d, local_kv * dv], dim=-1)
+    return q.unflatten(-1, (local_q, d)), k.unflatten(-1, (local_kv, d)), v.unflatten(-1, (local_kv, dv)), heads
+
+
+def _gather_heads(out: Tensor, heads: int, ranks: int, group: str) -> Tensor:
+    """(S, H/P, Dv) -> (S/P, H, Dv), appended heads dropped."""
+    tokens, local, dv = out.shape
+    received = _all_to_all(out.reshape(ranks, tokens // ranks, local * dv), group)
+    return received.transpose(0, 1).reshape(tokens // ranks, ranks * local, dv)[:, :heads]
+
+
+# -- kernels on (tokens, heads, head_dim) with cu_seqlens ---------------------------------------------------------------
+
+
+def reference_kernel(
+    q: Float[Tensor, "S Hq D"],
+    k: Float[Tensor, "S Hkv D"],
+    v: Float[Tensor, "S Hkv Dv"],
+    cu_seqlens: Int[Tensor, "N_1"],
+    max_length: int,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, "Hq"] | None = None,
+) -> Float[Tensor, "S Hq Dv"]:
+    """One sequence at a time; any device and dtype, every feature. The oracle of the tests and the CPU path."""
+    bounds = cu_seqlens.tolist()
+    out = []
+    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        qi, ki, vi = (t[start:end].transpose(0, 1)[None] for t in (q, k, v))
+        mask = _window_mask(end - start, window, causal, q.device)
+        if softcap is None and sinks is None:
+            o = F.scaled_dot_product_attention(
+                qi,
+                ki,
+                vi,
+                attn_mask=mask,
+                is_causal=causal and mask is None and end - start > 1,
+                scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        else:
+            o = _explicit_attention(qi, ki, vi, mask, causal, scale, softcap, sinks)
+        out.append(o[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+def _window_mask(n: int, window: int | None, causal: bool, device: torch.device) -> Tensor | None:
+    if window is None or n <= window:
+        return None
+    i = torch.arange(n, device=device)
+    near = i[:, None] - i[None, :] < window
+    return near & (i[:, None] >= i[None, :]) if causal else near
+
+
+def _explicit_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    n, members = q.shape[2], q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(members, 1), v.repeat_interleave(members, 1)
+    scores = q @ k.transpose(-1, -2) * (scale if scale is not None else q.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is None and causal:
+        mask = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:  # one extra logit per head that takes probability mass but has no value
+        extra = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(1, -1, n, 1)
+        scores = torch.cat([scores, extra], dim=-1)
+    return scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., :n] @ v
+
+
+@cache
+def _varlen() -> tuple[Callable[..., Tensor], bool]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def torch_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_length: int,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """``torch.nn.attention.varlen`` (CUDA, half precision): the FlashAttention-2 that torch ships, no extra package."""
+    if softcap is not None or sinks is not None:
+        raise NotImplementedError("attention: torch has neither soft-capping nor sinks, choose flash_attention_3 or 4")
+    varlen_attn, has_gqa_flag = _varlen()
+    d, dv, dtype = q.shape[-1], v.shape[-1], q.dtype
+    if dtype == torch.float32:  # the kernel takes half precision only; some models upcast q and k in their norms
+        q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    if d != dv:  # multi-head latent attention
+        v = F.pad(v, (0, d - dv))
+    # transformers counts the window with the token itself, the kernel counts tokens to the left
+    left_right = (-1, -1) if not causal else (-1, 0) if window is None else (window - 1, 0)
+    kwargs: dict[str, Any] = {"scale": scale, "window_size": left_right}
+    if has_gqa_flag:  # torch 2.11 has no flag, its kernel takes grouped heads as they are
+        kwargs["enable_gqa"] = q.shape[1] != k.shape[1]
+    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, **kwargs)[..., :dv].to(dtype)
+
+
+def transformers_kernel(implementation: str) -> Kernel:
+    """flash_attention_2/3/4 through transformers' own dispatcher, which maps soft-cap, sinks and window names."""
+    from transformers.modeling_flash_attention_utils import _flash_attention_forward
+
+    def kernel(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor,
+        max_length: int,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        d, dv = q.shape[-1], v.shape[-1]
+        if d != dv:
+            v = F.pad(v, (0, d - dv))
+        out = _flash_attention_forward(
+            q[None],
+            k[None],
+            v[None],
+            None,
+            q.shape[0],
+            causal,
+            softmax_scale=scale,
+            sliding_window=window,
+            softcap=softcap,
+            s_aux=sinks,
+            cu_seq_lens_q=cu_seqlens,
+            cu_seq_lens_k=cu_seqlens,
+            max_length_q=max_length,
+            max_length_k=max_length,
+            attn_implementation=implementation,
+        )
+        return out[0, ..., :dv]
+
+    return kernel
+
+
+def choose_kernel(name: str, device: torch.device) -> Kernel:
+    """``auto`` is torch's varlen kernel on CUDA and the reference loop elsewhere; other names choose explicitly."""
+    if name == "reference" or (name == "auto" and device.type != "cuda"):
+        return reference_kernel
+    if name in ("auto", "torch"):
+        return torch_kernel
+    return transformers_kernel(name)
+
+
+# -- the function that transformers calls -------------------------------------------------------------------------------
+
+
+def packed_attention(kernel: Kernel, group: dist.ProcessGroup | None = None) -> Callable[..., tuple[Tensor, None]]:
+    """An attention function for `transformers.AttentionInterface` over packed, possibly sequence-sharded streams."""
+    ranks = group_size(group)
+    rank, name = (0, "") if group is None or ranks == 1 else (dist.get_rank(group), _key(group))
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        max_length_q: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        if cu_seq_lens_q is None or query.shape[0] != 1 or attention_mask is not None:
+            # without this check a padded batch would silently attend to its padding
+            raise ValueError("packed attention needs batch size 1, no attention_mask, and cu_seq_lens_q/max_length_q")
+        if dropout or kwargs.get("position_bias") is not None:
+            raise NotImplementedError("packed attention has neither dropout nor position_bias: set attention_dropout to 0")
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+        if ranks > 1:
+            q, k, v, heads = _scatter_heads(q, k, v, ranks, name)
+            if s_aux is not None:  # a parameter per head: this rank's heads
+                local = q.shape[1]
+                s_aux = F.pad(s_aux, (0, local * ranks - heads))[rank * local : (rank + 1) * local]
+        out = kernel(
+            q,
+            k,
+            v,
+            cu_seq_lens_q,
+            max_length_q,
+            causal=causal,
+            scale=scaling,
+            window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+        )
+        if ranks > 1:
+            out = _gather_heads(out, heads, ranks, name)
+        return out[None], None
+
+    return attention
+
+
+def use_packed_attention(model: nn.Module, kernel: str, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    """Make a transformers model attend over packed streams.
+
+    No mask function is registered under the name, so that transformers builds no mask at all.
+
+    Raises:
+        NotImplementedError: the model's attention is not fully described by its arguments (it would be silently wrong).
+    """
+    from transformers import AttentionInterface
+
+    if not getattr(model, "_supports_flash_attn", False):
+        raise NotImplementedError(f"{type(model).__name__} does not support packed (flash-attention style) inputs")
+    # transformers tests names for the substring "flash" and would look for the package
+    name = f"packed_{kernel.replace('flash_attention_', 'fa')}_sp{group_size(group)}"
+    AttentionInterface.register(name, packed_attention(choose_kernel(kernel, device), group))
+    model.set_attn_implementation(name)  # type: ignore[operator]
+    if model.config._attn_implementation != name:  # type: ignore[union-attr]
+        raise NotImplementedError(f"{type(model).__name__} does not use transformers' AttentionInterface")
+
+
+def check_packable(config: Any, sequence_parallel_size: int = 1) -> None:
+    """Refuse what would be silently wrong, from the configuration alone.
+
+    Raises:
+        NotImplementedError: with sequence parallelism, layers that mix tokens outside attention and rotary types that look
+            at the whole sequence.
+    """
+    text = config.get_text_config()
+    if sequence_parallel_size == 1:
+        return
+    mixing = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if mixing:
+        raise NotImplementedError(
+            f"sequence_parallel_size={sequence_parallel_size}: layers of type {', '.join(sorted(mixing))} mix tokens outside"
+            " attention, use sequence_parallel_size 1"
+        )
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = {r.get("rope_type") for r in ([rope] if "rope_type" in rope else rope.values()) if isinstance(r, dict)}
+    if kinds & {"dynamic", "longrope"}:
+        raise NotImplementedError(
+            f"sequence_parallel_size={sequence_parallel_size}: {'/'.join(kinds & {'dynamic', 'longrope'})} rotary embeddings"
+            " depend on the longest position, ranks would disagree: use sequence_parallel_size 1"
+        )

@@ -1,0 +1,203 @@
+"""Advantage estimators against reference numbers, and the cases that went wrong elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_rlhf.modules import advantages
+
+GOLDEN = json.loads((Path(__file__).parent / "goldens" / "rl_math.json").read_text())
+ESTIMATORS = (advantages.gae, advantages.grpo, advantages.dr_grpo, advantages.rloo)
+GROUP_ESTIMATORS = ESTIMATORS[1:]
+
+
+def fixture(**changes: Any) -> dict[str, Any]:
+    numbers = {k: torch.tensor(v, dtype=torch.float64) for k, v in GOLDEN["fixture"].items()}
+    batch = {"rewards": numbers["rewards"], "values": numbers["values"], "mask": numbers["mask"]}
+    return batch | {"groups": numbers["group"].long()} | changes
+
+
+def outcome(scores: list[float], lengths: list[int], groups: list[int], dtype: torch.dtype = torch.float32) -> dict:
+    """Rewards on the last token of responses of the given lengths."""
+    mask = (torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]).to(dtype)
+    rewards = torch.zeros_like(mask)
+    for i, (score, length) in enumerate(zip(scores, lengths, strict=True)):
+        rewards[i, max(length - 1, 0)] = score
+    return {"rewards": rewards, "mask": mask, "groups": torch.tensor(groups), "values": torch.zeros_like(mask)}
+
+
+def close(got: Tensor, want: Any, mask: Tensor | None = None, atol: float = 2e-6) -> None:
+    want = torch.as_tensor(want, dtype=got.dtype)
+    torch.testing.assert_close(got, want if mask is None else want * mask, atol=atol, rtol=0)
+
+
+def test_gae_matches_the_reference() -> None:
+    want, batch = GOLDEN["advantages"]["gae"], fixture()
+    got, returns = advantages.gae(**batch, gamma=want["gamma"], lam=want["lam"])
+    close(got, want["adv"])
+    close(returns, want["ret"], batch["mask"])
+
+
+def test_gae_steps_over_an_observation_token() -> None:
+    want = GOLDEN["advantages"]["gae_observation"]
+    mask = fixture()["mask"].clone()
+    mask[0, 2] = 0
+    got, returns = advantages.gae(**fixture(mask=mask), gamma=want["gamma"], lam=want["lam"])
+    close(got, want["adv"])
+    close(returns, want["ret"], mask)
+
+
+def test_gae_equals_a_loop_over_tokens() -> None:
+    torch.manual_seed(0)
+    rewards, values = torch.randn(3, 7, dtype=torch.float64), torch.randn(3, 7, dtype=torch.float64)
+    mask = (torch.rand(3, 7) > 0.4).double()
+    got, returns = advantages.gae(rewards=rewards, values=values, mask=mask, gamma=0.9, lam=0.8, whiten=False)
+    for i in range(3):
+        on = [t for t in range(7) if mask[i, t]]
+        advantage = next_value = 0.0
+        for t in reversed(on):
+            advantage = float(rewards[i, t] + 0.9 * next_value - values[i, t]) + 0.9 * 0.8 * advantage
+            next_value = float(values[i, t])
+            assert got[i, t] == pytest.approx(advantage, abs=1e-12)
+            assert returns[i, t] == pytest.approx(advantage + next_value, abs=1e-12)
+
+
+def test_whitening_is_of_sampled_tokens_only_and_returns_are_taken_before_it() -> None:
+    batch = fixture()
+    raw, raw_returns = advantages.gae(**batch, whiten=False)
+    white, returns = advantages.gae(**batch, whiten=True)
+    on = batch["mask"] > 0
+    assert white[on].mean().item() == pytest.approx(0, abs=1e-12)
+    assert white[on].var().item() == pytest.approx(1, abs=1e-6)
+    torch.testing.assert_close(returns, raw_returns, atol=0, rtol=0)
+    torch.testing.assert_close(raw + batch["values"] * batch["mask"], raw_returns * batch["mask"])
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+def test_group_estimators_match_the_reference(name: str) -> None:
+    got, returns = getattr(advantages, name)(**fixture())
+    close(got, GOLDEN["advantages"][name])
+    torch.testing.assert_close(returns, got)
+
+
+def test_the_only_member_of_a_group_keeps_its_score() -> None:
+    alone = torch.tensor([10, -3, 7, 99])
+    close(advantages.grpo(**fixture(groups=alone))[0], GOLDEN["advantages"]["grpo_singleton"])
+    batch = fixture(groups=alone)
+    score = batch["rewards"].sum(1, keepdim=True) * batch["mask"]
+    for estimator in (advantages.dr_grpo, advantages.rloo):
+        torch.testing.assert_close(estimator(**batch)[0], score)
+
+
+def test_rloo_is_the_score_minus_the_mean_of_the_others() -> None:
+    scores = [0.3, 1.0, -2.0, 0.5, 4.0]
+    got = advantages.rloo(**outcome(scores, [2] * 5, [1, 1, 0, 1, 0], torch.float64))[0][:, 0]
+    want = [0.3 - 0.75, 1.0 - 0.4, -6.0, 0.5 - 0.65, 6.0]
+    close(got, want, atol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_anything_on_masked_tokens_changes_nothing(estimator: Any) -> None:
+    mask = fixture()["mask"].clone()
+    mask[0, 2] = 0
+    clean = estimator(**fixture(mask=mask))
+    for junk in (1e3, float("nan"), float("inf")):
+        batch = fixture(mask=mask)
+        for name in ("rewards", "values"):
+            batch[name] = torch.where(mask > 0, batch[name], junk)
+        for got, want in zip(estimator(**batch), clean, strict=True):
+            torch.testing.assert_close(got, want, atol=0, rtol=0)
+            assert not got[mask == 0].any()
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_inserted_observation_tokens_leave_the_action_tokens_alone(estimator: Any) -> None:
+    batch = fixture()
+    want = estimator(**batch, gamma=0.9, lam=0.7)[0]
+    keep = [0, 2, 3, 5, 7]
+    wide = {n: torch.full((4, 8), 1e3, dtype=torch.float64) for n in ("rewards", "values", "mask")}
+    wide["mask"].zero_()
+    for name, tensor in wide.items():
+        tensor[:, keep] = batch[name]
+    got = estimator(**wide, groups=batch["groups"], gamma=0.9, lam=0.7)[0]
+    torch.testing.assert_close(got[:, keep], want)
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+def test_a_response_without_tokens_is_left_out_of_its_group(estimator: Any) -> None:
+    scores, groups = [1.0, 0.0, 0.5], [4, 4, 4]
+    want = estimator(**outcome(scores, [3, 2, 1], groups))[0]
+    got = estimator(**outcome([*scores, 50.0], [3, 2, 1, 0], [*groups, 4]))[0]
+    torch.testing.assert_close(got[:3], want, atol=0, rtol=0)
+    assert not got[3].any()
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+@pytest.mark.parametrize("score", [0.1, 1.0, -0.7, 1e4 / 3])
+@pytest.mark.parametrize("members", [2, 3, 7])
+def test_equal_rewards_give_exactly_zero(estimator: Any, score: float, members: int) -> None:
+    batch = outcome([score] * members + [2.0, 3.0], [3] * members + [2, 2], [5] * members + [1, 1])
+    assert not estimator(**batch)[0][:members].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rewards_that_differ_by_rounding_do_not_explode(dtype: torch.dtype) -> None:
+    batch = outcome([1.0, 1.0 + 1e-7, 1.0, 1.0 + 1e-7], [2] * 4, [0] * 4, dtype)
+    assert advantages.grpo(**batch)[0].abs().max() < 0.1
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_order_of_responses_does_not_matter(estimator: Any) -> None:
+    torch.manual_seed(1)
+    lengths = [4, 1, 3, 5, 2, 5]
+    batch = outcome(torch.randn(6).tolist(), lengths, [9, -2, 9, 9, -2, 7], torch.float64)
+    batch["values"] = torch.randn_like(batch["mask"])
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    want = estimator(**batch)[0][order]
+    torch.testing.assert_close(estimator(**{k: v[order] for k, v in batch.items()})[0], want)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_every_float_type_is_taken_and_given_back(estimator: Any, dtype: torch.dtype) -> None:
+    batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in fixture().items()}
+    got, returns = estimator(**batch)
+    assert got.dtype == returns.dtype == dtype
+    close(got.double(), estimator(**fixture())[0], atol={2: 2e-2, 4: 1e-5, 8: 1e-12}[dtype.itemsize])
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_batch_with_almost_nothing_in_it_is_finite(estimator: Any, tokens: int) -> None:
+    batch = outcome([1.0, 2.0], [tokens, 0], [0, 0]) if tokens else fixture(mask=torch.zeros(4, 5))
+    for result in estimator(**batch):
+        assert torch.isfinite(result).all()
+    if not tokens:
+        assert not estimator(**batch)[0].any()
+
+
+def test_group_statistics_are_those_of_each_group() -> None:
+    torch.manual_seed(2)
+    scores, groups = torch.randn(40, dtype=torch.float64), torch.randint(-5, 5, (40,))
+    valid = torch.rand(40) > 0.2
+    centred, std, size = advantages.group_statistics(scores, groups, valid)
+    for i in range(40):
+        members = scores[valid & (groups == groups[i])]
+        assert size[i] == len(members)
+        if len(members) > 1:
+            assert centred[i].item() == pytest.approx((scores[i] - members.mean()).item(), abs=1e-12)
+            assert std[i].item() == pytest.approx(members.std().item(), abs=1e-12)
+
+
+def test_group_statistics_keep_small_differences_of_large_scores() -> None:
+    scores = torch.tensor([4096.0, 4096.0, 4096.0, 4096.0 + 2**-11])
+    one, every = torch.zeros(4, dtype=torch.long), torch.ones(4, dtype=torch.bool)
+    centred, std, _ = advantages.group_statistics(scores, one, every)
+    torch.testing.assert_close(centred.double(), scores.double() - scores.double().mean(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(std[0].double(), scores.double().std(), rtol=1e-6, atol=0)
