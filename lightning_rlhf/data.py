@@ -5,16 +5,18 @@
           PromptSampler: (seed, epoch) ─▶ order ─▶ global batches ─▶ this data rank's piece of each
 
 ``batch_size`` counts prompts over ALL data ranks, so nothing depends on the number of GPUs. Rank r of dp takes the r-th
-contiguous piece of every global batch: gathered in rank order, the pieces are the batch. The ranks of one sequence-parallel
-group are one data rank and see the same prompts.
+contiguous piece of every global batch: gathered in rank order, the pieces are the batch. The ranks of one
+sequence-parallel group are one data rank and see the same prompts.
 
-Resume needs no data-loader state: the order is a pure function of (seed, epoch), and the place in it is read from the trainer's
-own counters when the first batch is asked for, which is after a checkpoint has set them. It holds on another number of ranks.
+Resume needs no data-loader state: the order is a pure function of (seed, epoch), and the place in it is read from the
+trainer's own counters when the first batch is asked for, which is after a checkpoint has set them. It holds on another
+number of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
@@ -24,7 +26,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from lightning_rlhf.prompts import PromptEncoder, PromptTable, Rows, TaskRows, read_rows
+from lightning_rlhf.prompts import PromptEncoder, PromptTable, Rows, TaskRows, first_line, read_rows
 from lightning_rlhf.types import Prompts
 
 if TYPE_CHECKING:
@@ -35,9 +37,9 @@ if TYPE_CHECKING:
 class PromptSampler(Sampler[list[int]]):
     """This data rank's piece of each global batch, as positions in the set.
 
-    Every rank gets the same number of batches. With ``drop_last`` an incomplete last batch is left out (the next epoch's order
-    is another). Without it is split as evenly as it goes: each position comes exactly once over all ranks, and a piece may be
-    EMPTY, because generation and scoring contain collectives and no rank may skip a batch.
+    Every rank gets the same number of batches. With ``drop_last`` an incomplete last batch is left out (the next
+    epoch's order is another). Without it is split as evenly as it goes: each position comes exactly once over all
+    ranks, and a piece may be EMPTY, because generation and scoring contain collectives and no rank may skip a batch.
 
     Args:
         size: number of prompts.
@@ -67,7 +69,7 @@ class PromptSampler(Sampler[list[int]]):
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.position = position
 
-    def order(self, epoch: int) -> Int[Tensor, "size"]:
+    def order(self, epoch: int) -> Int[Tensor, "N"]:
         """All positions, as ``epoch`` goes through them."""
         if not self.shuffle:
             return torch.arange(self.size)
@@ -85,35 +87,34 @@ class PromptSampler(Sampler[list[int]]):
 
 def fit_position(trainer: pl.Trainer) -> tuple[int, int]:
     """(epoch, batches of it already done) by the trainer's counters, true once the epoch's first batch is asked for."""
-    loop = trainer.fit_loop
-    return loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress.current.ready
+    return trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 class PromptLoader:
     """Batches of prompts. No `DataLoader`: the ids are in memory, there is nothing for workers to do ahead of time.
 
-    By having ``state_dict`` it counts as resumable in Lightning, which it is through its sampler; the state only tells whether
-    a resumed run has the data of its checkpoint.
+    By having ``state_dict`` it counts as resumable in Lightning, which it is through its sampler; the state only tells
+    whether a resumed run has the data of its checkpoint.
     """
 
     def __init__(self, table: PromptTable, sampler: PromptSampler) -> None:
-        self.table, self.sampler = table, sampler
+        self.table, self.batches = table, sampler
 
     def __iter__(self) -> Iterator[dict[str, Prompts]]:
-        for positions in self.sampler:
+        for positions in self.batches:
             yield {"prompts": self.table.take(positions)}
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return len(self.batches)
 
     def state_dict(self) -> dict[str, int]:
-        return {"prompts": len(self.table), "batch_size": self.sampler.batch_size, "seed": self.sampler.seed}
+        return {"prompts": len(self.table), "batch_size": self.batches.batch_size, "seed": self.batches.seed}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         if state_dict != self.state_dict():
             rank_zero_warn(
-                f"data: the checkpoint was written with {state_dict}, this run has {self.state_dict()}: the epoch goes on at"
-                " the same batch number, but in another order, so prompts may come twice in it or not at all"
+                f"data: the checkpoint was written with {state_dict}, this run has {self.state_dict()}: the epoch goes on"
+                " at the same batch number, but in another order, so prompts may come twice in it or not at all"
             )
 
 
@@ -121,8 +122,8 @@ class PromptDataModule(pl.LightningDataModule):
     """Prompts for rollouts.
 
     Args:
-        path: a .jsonl, .json or .parquet file, a folder or hub data set id (read by `datasets.load_dataset`), or the dotted
-            path of your own iterable of dicts or function returning one.
+        path: a .jsonl, .json or .parquet file, a folder or hub data set id (read by `datasets.load_dataset`), or the
+            dotted path of your own iterable of dicts or function returning one.
         task: a reasoning-gym task instead of ``path``, such as chain_sum; score it with `rewards.reasoning_gym`.
         task_args: the task's own options.
         task_size: rows made of ``task``.
@@ -190,43 +191,157 @@ class PromptDataModule(pl.LightningDataModule):
             raise ValueError(f"data.batch_size must be positive, got {batch_size} and val_batch_size={val_batch_size}")
         self.path, self.task, self.task_args, self.task_size = path, task, task_args, task_size
         self.subset, self.split = subset, split
-        self.val_path, self.val_split, self.val_task, self.val_task_args = val_path, val_split, val_task, val_task_args
-        self.val_size = val_size
+        self.val_path, self.val_split, self.val_size = val_path, val_split, val_size
+        self.val_task, self.val_task_args = val_task, val_task_args
         self.batch_size, self.val_batch_size = batch_size, val_batch_size or batch_size
         self.max_prompt_length, self.overlong = max_prompt_length, overlong
         self.shuffle, self.seed = shuffle, seed
-        self.chat_template, self.chat_template_args, self.system_prompt = chat_template, chat_template_args, system_prompt
+        self.chat_template, self.chat_template_args, self.system_prompt = (
+            chat_template,
+            chat_template_args,
+            system_prompt,
+        )
         self.prompt_column, self.tokenizer = prompt_column, tokenizer
         self.train_table: PromptTable | None = None
         self.val_table: PromptTable | None = None
 
-    # -- set-up ------------------------------------------------------------------------------------------------------
+    @cached_property
+    def train_rows(self) -> Rows:
+        """The training data, held-out rows included."""
+        if self.path is not None:
+            rows = read_rows(self.path, self.split, self.subset)
+        else:
+            rows = TaskRows(str(self.task), self.task_size, self.seed, self.task_args)
+        if self.val_size >= len(rows) and self.val_task is None:
+            raise ValueError(f"data.val_size={self.val_size} must be smaller than the data, which has {len(rows)} rows")
+        return rows
+
+    @cached_property
+    def val_rows(self) -> Rows | None:
+        """Validation data of their own; None if rows are held out, or there is no validation."""
+        if self.val_task is not None:
+            return TaskRows(self.val_task, self.val_size, self.seed + 1, self.val_task_args)
+        if self.val_path is not None or self.val_split is not None:
+            return read_rows(self.val_path or str(self.path), self.val_split or "train", self.subset)
+        return None
+
     def prepare_data(self) -> None:
         """One process per node makes the Arrow files; the others find them in the cache."""
-        self._read_train()
-        self._read_val()
+        _ = self.train_rows, self.val_rows
 
     def setup(self, stage: str) -> None:
-        """Read, tokenise and check. Idempotent.
+        """Tokenise and check; a second call does nothing.
 
         Raises:
-            ValueError: a prompt that is none, ``batch_size`` not a multiple of the data ranks, a set smaller than a batch.
+            ValueError: a prompt that is none, ``batch_size`` not a multiple of the data ranks, a set below one batch.
         """
-        replicas = self._ranks()["num_replicas"]
-        if stage == "fit" and self.batch_size % replicas:
-            below = self.batch_size // replicas * replicas
-            raise ValueError(
-                f"data.batch_size={self.batch_size} must be a multiple of the {replicas} data ranks:"
-                f" take {below or replicas} or {below + replicas}"
-            )
-        if self.val_table is not None and (self.train_table is not None or stage != "fit"):
-            return
-        rows, encoder = self._read_train(), self._encoder()
-        self.val_table = self.val_table or self._build_val(rows, encoder)
-        if stage == "fit":
-            self.train_table = self._build_train(rows, encoder)
+        if self.val_table is None:
+            self.val_table = self._val_table()
+        if stage == "fit" and self.train_table is None:
+            self.train_table = self._train_table()
+            _check_batch(self.batch_size, len(self.train_table), self._ranks["num_replicas"])
 
+    def _val_table(self) -> PromptTable:
+        if self.val_rows is None:
+            size = len(self.train_rows)
+            return self._tokenise(
+                "validation", self.train_rows, range(size - self.val_size, size), self.task is not None
+            )
+        made = self.val_task is not None
+        return self._tokenise("validation", self.val_rows, range(len(self.val_rows)), made, len(self.train_rows))
+
+    def _train_table(self) -> PromptTable:
+        assert self.val_table is not None
+        held_out = self.val_size if self.val_rows is None else 0
+        numbers = range(len(self.train_rows) - held_out)
+        table = self._tokenise("training", self.train_rows, numbers, self.task is not None)
+        if self.task is None:
+            return table
+        questions = {ids.tobytes() for ids in self.val_table.ids}  # a task draws some of its questions more than once
+        kept = table.where(lambda ids: ids.tobytes() not in questions)
+        if len(kept) < len(table):
+            rank_zero_info(
+                f"data: dropped {len(table) - len(kept)} training prompts that are validation prompts as well"
+            )
+        return kept
+
+    def _tokenise(self, which: str, rows: Rows, numbers: range, made: bool, first_index: int = 0) -> PromptTable:
+        column = "prompt" if made else self.prompt_column
+        table = PromptTable.build(rows, numbers, self._encoder, column, first_index)
+        limit = self.max_prompt_length
+        if limit is None or table.longest <= limit:
+            return table
+        if self.overlong == "error":
+            number, ids = next((n, ids) for n, ids in zip(table.numbers, table.ids, strict=True) if len(ids) > limit)
+            raise ValueError(
+                f"data: the prompt of row {number} has {len(ids)} tokens, more than data.max_prompt_length={limit}:"
+                " raise it, or set data.overlong: drop"
+            )
+        kept = table.where(lambda ids: len(ids) <= limit)
+        rank_zero_info(
+            f"data: dropped {len(table) - len(kept)} of {len(table)} {which} prompts, longer than {limit} tokens"
+        )
+        return kept
+
+    @cached_property
+    def _encoder(self) -> PromptEncoder:
+        module = None if self.trainer is None else self.trainer.lightning_module
+        tokenizer = _tokenizer(self.tokenizer) if self.tokenizer else getattr(module, "tokenizer", None)
+        if tokenizer is None:
+            raise ValueError("data.tokenizer must be given when the module has no attribute tokenizer")
+        return PromptEncoder(tokenizer, self.chat_template, self.system_prompt, self.chat_template_args)
+
+    @property
+    def _ranks(self) -> dict[str, Any]:
+        """num_replicas and rank of the data ranks; a strategy with sequence parallelism counts its groups."""
+        return (self.trainer and self.trainer.distributed_sampler_kwargs) or {"num_replicas": 1, "rank": 0}
+
+    # -- loaders -----------------------------------------------------------------------------------------------------
     @property
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt, for engines that reserve memory; known after `setup`."""
         return max(table.longest for table in (self.train_table, self.val_table) if table is not None)
+
+    def train_dataloader(self) -> PromptLoader:
+        assert self.train_table is not None
+        trainer = self.trainer
+        sampler = PromptSampler(
+            len(self.train_table),
+            self.batch_size,
+            shuffle=self.shuffle and not (trainer and trainer.overfit_batches),
+            seed=self.seed,
+            position=(lambda: fit_position(trainer)) if trainer else (lambda: (0, 0)),
+            **self._ranks,
+        )
+        return PromptLoader(self.train_table, sampler)
+
+    def val_dataloader(self) -> PromptLoader | list[PromptLoader]:
+        """Every validation prompt once over all data ranks, in order; an empty list if there is none."""
+        if not self.val_table:
+            return []
+        sampler = PromptSampler(len(self.val_table), self.val_batch_size, shuffle=False, drop_last=False, **self._ranks)
+        return PromptLoader(self.val_table, sampler)
+
+
+def _check_batch(batch_size: int, prompts: int, replicas: int) -> None:
+    if batch_size % replicas:
+        below = batch_size // replicas * replicas
+        raise ValueError(
+            f"data.batch_size={batch_size} must be a multiple of the {replicas} data ranks:"
+            f" take {below or replicas} or {below + replicas}"
+        )
+    if prompts < batch_size:
+        raise ValueError(
+            f"data.batch_size={batch_size} is more than the {prompts} training prompts there are: lower it, or add data"
+        )
+
+
+def _tokenizer(name: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    from lightning_rlhf.tiny import TINY, tiny_model
+
+    try:
+        return AutoTokenizer.from_pretrained(tiny_model() if name == TINY else name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"data.tokenizer: {name!r} cannot be loaded: {first_line(error)}") from error

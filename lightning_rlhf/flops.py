@@ -3,11 +3,12 @@ r"""How many floating point operations an update is worth, and what the device c
     training   6·N·tokens + 6·Σ s²·head_dim·heads·layers       of which forward a third, backward two thirds
     N          parameters that are multiplied with each token: attention and MLP projections, and the output head
 
-The second term is causal attention: 2 products, 2 operations each, half of the s² pairs, three times for training. A layer with
-a sliding window w counts the pairs inside it, s²/2 -> w·s - w²/2. Recomputed activations do not count (model FLOPs).
+The second term is causal attention: 2 products, 2 operations each, half of the s² pairs, three times for training. A
+layer with a sliding window w counts the pairs inside it, s²/2 -> w·s - w²/2. Recomputed activations do not count
+(model FLOPs).
 
-Two bases for N. Honest: the embedding look-up multiplies nothing. Conventional: it is counted like the head, which is what most
-published MFU figures do; compare with those on that basis only.
+Two bases for N. Honest: the embedding look-up multiplies nothing. Conventional: it is counted like the head, which is
+what most published MFU figures do; compare with those on that basis only.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PEAK_TFLOPS = {
     "L40S": 362.0,
     "MI300X": 1307.0,
 }
-"""Dense bf16 TFLOP/s by a word of the device's name, the more specific name first (vendors' data sheets, without sparsity)."""
+"""Dense bf16 TFLOP/s (data sheets, without sparsity) by a word of the device's name, the more specific name first."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def _mlp_parameters(config: Any, layer: int) -> int:
-    """Parameters of one layer's MLP that a token meets: of a mixture of experts the router's, chosen and shared ones."""
+    """Parameters of one layer's MLP that a token meets: of a mixture the router, chosen and shared experts."""
     hidden = config.hidden_size
     matrices = 2 if config.model_type in _UNGATED else 3
     if not _is_sparse(config, layer):

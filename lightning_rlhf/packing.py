@@ -45,17 +45,17 @@ class Packed(_Movable):
         return stream[self.response_index] * self.response_mask
 
 
-def pack(sequences: Sequence[Int[Tensor, "_"]], prompt_lengths: Sequence[int], width: int, multiple_of: int = 1) -> Packed:
+def pack(sequences: Sequence[Int[Tensor, "_"]], prompt_lengths: Sequence[int], multiple_of: int = 1) -> Packed:
     """Lay sequences into one stream and shift the labels, once, inside each sequence.
 
     Args:
         sequences: prompt + response ids; may be empty (the stream is then padding: a rank without work in this step).
         prompt_lengths: where each response begins, at least 1.
-        width: T of the response-aligned tensors.
         multiple_of: the stream is padded to a multiple of this (the sequence-parallel size).
     """
     lengths = [len(s) for s in sequences]
     total = sum(lengths)
+    width = max((n - p for n, p in zip(lengths, prompt_lengths, strict=True)), default=0) or 1
     pad = -total % multiple_of or (multiple_of if total == 0 else 0)
     parts, labels, segments = list(sequences), [], list(lengths)
     index = torch.zeros(len(lengths), width, dtype=torch.long)

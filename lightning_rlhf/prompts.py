@@ -2,9 +2,9 @@
 
     path (.jsonl, .parquet, hub, your code) or task ─▶ rows ─▶ PromptEncoder ─▶ PromptTable ─▶ Prompts
 
-Rows stay where they are (memory-mapped Arrow, the user's list, a procedural task) and are fetched for one batch at a time; only
-the token ids are held, as C arrays. A prompt is tokenised once: the ids that the engine gets are the ids that the
-policy is trained on.
+Rows stay where they are (memory-mapped Arrow, the user's list, a procedural task) and are fetched for one batch at a
+time; only the token ids are held, as C arrays. A prompt is tokenised once: the ids that the engine gets are the ids
+that the policy is trained on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CHUNK = 1024
 
 
 def read_rows(path: str, split: str = "train", subset: str | None = None) -> Rows:
-    """The rows of a file, a folder, a hub data set, or a dotted path to an iterable of dicts (or a function returning one).
+    """The rows of a file, a folder, a hub data set, or the dotted path of an iterable of dicts or function returning one.
 
     Arrow files are made in the Hugging Face cache and memory-mapped; nothing is written beside the user's file.
 
@@ -73,7 +73,7 @@ def _load(path: str, file: Path, split: str, subset: str | None) -> Rows:
         return []
     except Exception as error:
         reason = _bad_line(file) if file.suffix == ".jsonl" and file.is_file() else None
-        raise ValueError(f"data.path: {path!r} cannot be read as a data set: {reason or _first_line(error)}") from error
+        raise ValueError(f"data.path: {path!r} cannot be read as a data set: {reason or first_line(error)}") from error
 
 
 def _dates_as_text(feature: Any) -> Any:
@@ -95,7 +95,7 @@ def _bad_line(file: Path) -> str | None:
                 if line.strip() and not isinstance(json.loads(line), dict):
                     return f"line {number} is not a JSON object"
             except ValueError as error:
-                return f"line {number} is not valid JSON ({_first_line(error)})"
+                return f"line {number} is not valid JSON ({first_line(error)})"
     return None
 
 
@@ -105,7 +105,7 @@ def _import(path: str) -> Rows:
         source = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise FileNotFoundError(
-            f"data.path: {path!r} is neither a file nor a hub data set, and cannot be imported ({_first_line(error)})"
+            f"data.path: {path!r} is neither a file nor a hub data set, and cannot be imported ({first_line(error)})"
         ) from error
     rows = list(source() if callable(source) else source)
     for number, row in enumerate(rows):
@@ -114,15 +114,16 @@ def _import(path: str) -> Rows:
     return rows
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says, short enough for a sentence."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class TaskRows(Sequence[Row]):
     """Rows of a reasoning-gym task, made on demand from (seed, row number).
 
-    Columns: ``prompt`` (the question), ``answer``, and for the reward `rewards.reasoning_gym` the ``task``, its ``task_args``
-    and the whole ``entry`` that the task's own verifier asks for.
+    Columns: ``prompt`` (the question), ``answer``, and for the reward `rewards.reasoning_gym` the ``task``, its
+    ``task_args`` and the whole ``entry`` that the task's own verifier asks for.
     """
 
     def __init__(self, task: str, size: int, seed: int, args: Mapping[str, Any] | None = None) -> None:
@@ -134,7 +135,7 @@ class TaskRows(Sequence[Row]):
         try:
             self.entries = create_dataset(task, size=size, seed=seed, **self.args)
         except (ValueError, TypeError, AssertionError) as error:
-            raise ValueError(f"data.task: {task!r} with {self.args} cannot be made: {_first_line(error)}") from error
+            raise ValueError(f"data.task: {task!r} with {self.args} cannot be made: {first_line(error)}") from error
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -174,9 +175,10 @@ def conversation(prompt: Any) -> Prompt:
 class PromptEncoder:
     """Prompt to token ids.
 
-    A conversation goes through the chat template once, with the generation prompt (one that ends in an assistant message is
-    continued instead); text is taken as it is unless ``chat_template`` wraps it as one user message. Where the tokenizer
-    begins a text with special tokens (a BOS), the ids begin with exactly those, whether or not template or text held them.
+    A conversation goes through the chat template once, with the generation prompt (one that ends in an assistant
+    message is continued instead); text is taken as it is unless ``chat_template`` wraps it as one user message. Where
+    the tokenizer begins a text with special tokens (a BOS), the ids begin with exactly those, whether or not template
+    or text held them.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -200,7 +202,9 @@ class PromptEncoder:
         if isinstance(messages, str):
             if not self.chat_template:
                 if self.system_prompt is not None:
-                    raise ValueError("is text, to which data.system_prompt cannot be added: set data.chat_template: true")
+                    raise ValueError(
+                        "is text, to which data.system_prompt cannot be added: set data.chat_template: true"
+                    )
                 return messages
             messages = [{"role": "user", "content": messages}]
         if self.system_prompt is not None and messages[0]["role"] != "system":
@@ -212,7 +216,7 @@ class PromptEncoder:
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
         except Exception as error:
-            raise ValueError(f"is refused by the chat template: {_first_line(error)}") from error
+            raise ValueError(f"is refused by the chat template: {first_line(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -252,7 +256,9 @@ class PromptTable:
                 row = rows[number]
                 columns.update(dict.fromkeys(row))
                 if prompt_column not in row:
-                    raise ValueError(f"data: row {number} has no column {prompt_column!r}, only {', '.join(row) or 'none'}")
+                    raise ValueError(
+                        f"data: row {number} has no column {prompt_column!r}, only {', '.join(row) or 'none'}"
+                    )
                 try:
                     texts.append(encoder.render(row[prompt_column]))
                 except ValueError as error:

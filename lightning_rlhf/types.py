@@ -17,6 +17,7 @@ All classes are frozen; ``to(device)`` returns a copy (Lightning moves batches w
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias
@@ -218,3 +219,9 @@ def right_pad(rows: Sequence[Sequence[float]], value: float = 0.0) -> Float[Tens
         if len(row):
             out[i, : len(row)] = torch.as_tensor(row, dtype=torch.float32)
     return out
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from what it should depend on: a hash, so that neighbours are independent in every generator."""
+    key = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1

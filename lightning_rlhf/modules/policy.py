@@ -61,6 +61,10 @@ class _PackedModel(nn.Module):
         return self.model.base_model  # type: ignore[return-value]
 
     @property
+    def hidden_size(self) -> int:
+        return self.model.config.get_text_config().hidden_size  # type: ignore[union-attr,operator]
+
+    @property
     def layers(self) -> list[nn.Module]:
         """The decoder layers: transformers names the modules that must not be split."""
         names = set(getattr(self.model, "_no_split_modules", None) or ())
@@ -128,8 +132,7 @@ class Critic(_PackedModel):
 
     def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, kernel: str = "auto") -> None:
         super().__init__(model, strategy, kernel)
-        hidden = model.config.get_text_config().hidden_size  # type: ignore[union-attr,operator]
-        self.value_head = nn.Linear(hidden, 1, dtype=torch.float32)
+        self.value_head = nn.Linear(self.hidden_size, 1, dtype=torch.float32)
 
     @property
     def backbone(self) -> nn.Module:

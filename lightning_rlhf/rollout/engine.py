@@ -10,7 +10,6 @@ engine (tensor parallel) give it the same prompts.
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -101,12 +100,3 @@ class RolloutEngine(ABC):
 
     def close(self) -> None:
         """Free everything; leaves the trainer's process groups alone."""
-
-
-def sample_seed(seed: int, iteration: int, prompt_index: int, sample_index: int) -> int:
-    """A 63-bit seed for one response: a hash, so that neighbours are independent in every generator.
-
-    Equal arguments give equal seeds on any number of ranks.
-    """
-    key = f"{seed}/{iteration}/{prompt_index}/{sample_index}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,161 @@
+"""Checkpoints that count iterations.
+
+Lightning's `ModelCheckpoint` in manual optimisation never looks at ``train_time_interval``, warns that it saves after
+the optimizer step (which is what is wanted here), and offers checkpoints of the end of an epoch, which do not resume
+cleanly when ``max_steps`` is set. `IterationCheckpoint` saves where a run resumes bit for bit: after a training batch
+or after a validation loop.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from fsspec.core import url_to_fs
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.fabric.utilities.load import _METADATA_FILENAME
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+
+class IterationCheckpoint(ModelCheckpoint):
+    """`ModelCheckpoint` whose steps are iterations; the run's last iteration is always saved.
+
+    ``Trainer.fit(ckpt_path="last")`` resumes from the latest complete checkpoint in the folder, however it came about.
+
+    Args:
+        dirpath: folder, local or remote; None takes ``checkpoints`` in the logger's folder.
+        filename: name without extension; ``{step}`` is the iteration, any logged metric may be named.
+        every_n_train_steps: save every so many iterations; 100 if no time interval is given either.
+        train_time_interval: save when this much time has passed since the last save, at the end of the iteration.
+        monitor: metric that decides which checkpoints are kept; None keeps the latest.
+        mode: "min" or "max" of ``monitor``.
+        save_top_k: how many are kept, -1 for all.
+        save_last: also keep the latest as ``last``; None does so if ``monitor`` is set.
+        save_weights_only: leave out what is needed to resume.
+        verbose: report each save.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str = "iteration-{step:06d}",
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        save_top_k: int = 1,
+        save_last: bool | Literal["link"] | None = None,
+        save_weights_only: bool = False,
+        verbose: bool = False,
+    ) -> None:
+        if every_n_train_steps is None and train_time_interval is None:
+            every_n_train_steps = 100
+        super().__init__(
+            dirpath=dirpath,
+            filename=filename,
+            every_n_train_steps=every_n_train_steps,
+            train_time_interval=train_time_interval,
+            monitor=monitor,
+            mode=mode,
+            save_top_k=save_top_k,
+            save_last=monitor is not None if save_last is None else save_last,
+            save_weights_only=save_weights_only,
+            verbose=verbose,
+            auto_insert_metric_name=False,
+            save_on_train_epoch_end=False,
+        )
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        resumes = trainer.ckpt_path is not None  # then a folder with checkpoints in it is no surprise
+        with _ignored("Checkpoint directory .* exists and is not empty", resumes):
+            super().setup(trainer, pl_module, stage)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        with _ignored("The dirpath has changed from", True):  # as it does with each new version of a logger's folder
+            super().load_state_dict(state_dict)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not (self._is_due(trainer) or self._is_last_iteration(trainer)):
+            return
+        fetcher = trainer.fit_loop._data_fetcher
+        assert fetcher is not None
+        if self.monitor is not None and trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher):
+            self._defer_save_until_validation = True  # the metric is about to be renewed
+            return
+        self._save(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        super().on_validation_end(trainer, pl_module)
+        if _stops_early(trainer):
+            self._save(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._save(trainer)
+
+    def _is_due(self, trainer: pl.Trainer) -> bool:
+        every, interval = self._every_n_train_steps, self._train_time_interval
+        if interval is None:
+            return every >= 1 and trainer.global_step % every == 0
+        assert self._last_time_checked is not None
+        late = time.monotonic() - self._last_time_checked >= interval.total_seconds()
+        return trainer.strategy.broadcast(late)  # rank 0 decides, clocks differ
+
+    def _is_last_iteration(self, trainer: pl.Trainer) -> bool:
+        last_epoch = trainer.max_epochs is not None and trainer.current_epoch + 1 == trainer.max_epochs
+        enough = 0 <= trainer.max_steps <= trainer.global_step
+        return enough or (last_epoch and trainer.is_last_batch) or _stops_early(trainer)
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        if self._should_skip_saving_checkpoint(trainer):
+            return
+        candidates = self._monitor_candidates(trainer)
+        if self.monitor is None or self.monitor in candidates:
+            self._save_topk_checkpoint(trainer, candidates)
+        self._save_last_checkpoint(trainer, candidates)
+        self._last_time_checked = time.monotonic()
+
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        with trainer.lightning_module.phases("checkpoint"):  # type: ignore[operator]
+            super()._save_checkpoint(trainer, filepath)
+
+    def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
+        latest = latest_complete(str(self._ModelCheckpoint__resolve_ckpt_dir(trainer)))  # type: ignore[attr-defined]
+        return set() if latest is None else {latest}
+
+
+def latest_complete(dirpath: str) -> str | None:
+    """The newest checkpoint in a local or remote folder that was written to its end, None if there is none.
+
+    A sharded checkpoint is a folder whose metadata file is written last; one without it was interrupted.
+    """
+    fs, root = url_to_fs(dirpath)
+    if not fs.isdir(root):
+        return None
+    finished = {}
+    for entry in fs.ls(root, detail=False):
+        path = entry.rstrip("/")
+        proof = f"{path}/{_METADATA_FILENAME}" if fs.isdir(path) else path
+        if path.endswith(ModelCheckpoint.FILE_EXTENSION) and fs.exists(proof):
+            finished[path] = fs.modified(proof)
+    if not finished:
+        return None
+    latest = max(finished, key=finished.__getitem__)
+    return latest if _is_local_file_protocol(dirpath) else fs.unstrip_protocol(latest)
+
+
+def _stops_early(trainer: pl.Trainer) -> bool:
+    return trainer.should_stop and trainer.fit_loop._can_stop_early
+
+
+@contextmanager
+def _ignored(message: str, when: bool) -> Iterator[None]:
+    with warnings.catch_warnings():
+        if when:
+            warnings.filterwarnings("ignore", message=message)
+        yield

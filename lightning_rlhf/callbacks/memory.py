@@ -1,0 +1,95 @@
+"""Memory of this process, once per iteration, in GiB (2^30 bytes).
+
+    perf/memory_allocated_gb   peak of tensors in torch's allocator during the iteration (CUDA)
+    perf/memory_reserved_gb    peak of what the allocator held
+    memory_gb/<phase>          peak of allocated tensors inside each phase
+    perf/cpu_memory_gb         resident memory of the process on the host
+
+What an inference engine keeps in a memory pool of its own is not torch's and is not in these numbers. An observer: it
+resets the allocator's peak counters at the edges of phases, which changes no result.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections import defaultdict
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+_GIB = 2**30
+
+
+class Memory(pl.Callback):
+    """Logs peaks per phase and per iteration."""
+
+    def __init__(self) -> None:
+        self._open: list[str] = []
+        self._phases: dict[str, int] = defaultdict(int)
+        self._allocated = 0
+        self._reserved = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if pl_module.device.type != "cuda":
+            return
+        self.on_train_end(trainer, pl_module)  # a run that failed may have left its listeners
+        pl_module.phases.on_start.append(self._enter)
+        pl_module.phases.on_end.append(self._leave)
+        self._open.clear()
+        self._clear()
+        torch.cuda.reset_peak_memory_stats()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        for listeners, own in ((pl_module.phases.on_start, self._enter), (pl_module.phases.on_end, self._leave)):
+            if own in listeners:
+                listeners.remove(own)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if pl_module.device.type == "cuda":
+            self._fold()
+            self._clear()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        metrics = {"perf/cpu_memory_gb": resident_bytes() / _GIB}
+        if pl_module.device.type == "cuda":
+            self._fold()
+            metrics["perf/memory_allocated_gb"] = self._allocated / _GIB
+            metrics["perf/memory_reserved_gb"] = self._reserved / _GIB
+            metrics |= {f"memory_gb/{name}": peak / _GIB for name, peak in self._phases.items()}
+            self._clear()
+        pl_module.log_dict(metrics, sync_dist=False, batch_size=1)
+
+    def _enter(self, name: str) -> None:
+        self._fold()
+        self._open.append(name)
+
+    def _leave(self, name: str) -> None:
+        self._fold()
+        if name in self._open:
+            self._open.remove(name)
+
+    def _fold(self) -> None:
+        """Credit the peak since the last edge to the iteration and to all open phases, and start a new one."""
+        peak = torch.cuda.max_memory_allocated()
+        for name in self._open:
+            self._phases[name] = max(self._phases[name], peak)
+        self._allocated = max(self._allocated, peak)
+        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())
+        torch.cuda.reset_peak_memory_stats()
+
+    def _clear(self) -> None:
+        self._phases.clear()
+        self._allocated = self._reserved = 0
+
+
+def resident_bytes() -> int:
+    """Physical memory that this process holds; where /proc is missing, its peak so far."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,165 @@
+"""How reward functions are called.
+
+Two kinds are taken as they are, told apart by their parameters; each may be ``async``:
+
+    TRL     f(prompts, completions, completion_ids, <columns>, trainer_state, log_metric, log_extra) -> [float | None]
+    verl    f(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}, per response
+
+A function gets those of the arguments that it names, or all of them if it has ``**kwargs``. What is wrong for every
+response (a result of the wrong length or type, an argument that there is not) is a `RewardError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lightning_rlhf.rewards import RewardError, text_of
+
+_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+_VERL_COLUMNS = ("data_source", "ground_truth", "reward_model", "answer", "solution", "extra_info")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a function said of some responses: NaN where it abstained, and what it logged."""
+
+    values: list[float]
+    metrics: dict[str, float] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward function, its name in the metrics, and how it wants to be called."""
+
+    function: Callable[..., Any]
+    name: str
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.function).parameters
+
+    @property
+    def per_response(self) -> bool:
+        """Whether it is of the verl kind."""
+        return "solution_str" in self.parameters
+
+    @property
+    def is_async(self) -> bool:
+        return any(inspect.iscoroutinefunction(f) for f in (self.function, type(self.function).__call__))
+
+    def takes(self, name: str) -> bool:
+        if self.per_response:
+            return name == "completions" or name in _VERL_COLUMNS
+        return name in self.parameters or any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
+
+    def check(self, available: Collection[str]) -> None:
+        """Raise a `RewardError` if it asks for an argument that there is not."""
+        for name, p in self.parameters.items():
+            wanted = p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+            if wanted and name not in available:
+                raise RewardError(f"asks for {name!r}; it can have {', '.join(available)}")
+
+
+@dataclass(frozen=True)
+class RewardJob:
+    """A reward function and the responses to call it on; ``arguments`` have one entry per response."""
+
+    reward: Reward
+    arguments: dict[str, list[Any]]
+    size: int
+    trainer_state: Any = None
+
+    def __call__(self) -> Outcome:
+        with torch.no_grad():
+            if self.reward.per_response:
+                return self._of_each([self.reward.function(**kwargs) for kwargs in self._each()])
+            kwargs, logged = self._all()
+            return self._of_all(self.reward.function(**kwargs), logged)
+
+    async def run_async(self) -> Outcome:
+        with torch.no_grad():
+            if self.reward.per_response:
+                return self._of_each(await asyncio.gather(*(self.reward.function(**kwargs) for kwargs in self._each())))
+            kwargs, logged = self._all()
+            return self._of_all(await self.reward.function(**kwargs), logged)
+
+    def _all(self) -> tuple[dict[str, Any], Outcome]:
+        """The arguments of one call for all responses, and what its log functions write to."""
+        logged = Outcome([])
+
+        def log_metric(name: str, value: float) -> None:
+            logged.metrics[name] = float(value)
+
+        def log_extra(column: str, values: Sequence[Any]) -> None:
+            if len(values) != self.size:
+                raise RewardError(f"must give log_extra({column!r}) {self.size} values, got {len(values)}")
+            logged.columns[column] = list(values)
+
+        state = {"trainer_state": self.trainer_state, "log_metric": log_metric, "log_extra": log_extra}
+        available = {**self.arguments, **state}
+        self.reward.check(available)
+        return {name: value for name, value in available.items() if self.reward.takes(name)}, logged
+
+    def _of_all(self, raw: Any, logged: Outcome) -> Outcome:
+        return replace(logged, values=_numbers(raw, self.size))
+
+    def _each(self) -> list[dict[str, Any]]:
+        """The arguments of one call per response."""
+        self.reward.check(_VERL)
+        rows = [{name: values[i] for name, values in self.arguments.items()} for i in range(self.size)]
+        calls = [
+            {
+                "data_source": row.get("data_source"),
+                "solution_str": text_of(row["completions"]),
+                "ground_truth": _ground_truth(row),
+                "extra_info": row.get("extra_info") or {},
+            }
+            for row in rows
+        ]
+        return [{name: value for name, value in call.items() if name in self.reward.parameters} for call in calls]
+
+    def _of_each(self, raw: Sequence[Any]) -> Outcome:
+        results = [one if isinstance(one, dict) else {"score": one} for one in raw]
+        if without := [one for one in results if "score" not in one]:
+            raise RewardError(f"must return a number or a dict with a score, got one with {', '.join(without[0])}")
+        extras = dict.fromkeys(key for one in results for key in one if key != "score")
+        columns = {f"{self.reward.name}/{key}": [one.get(key) for one in results] for key in extras}
+        numbers = {key: [float(v) for v in values if isinstance(v, int | float)] for key, values in columns.items()}
+        metrics = {key: sum(values) / len(values) for key, values in numbers.items() if values}
+        return Outcome(_numbers([one["score"] for one in results], self.size), metrics, columns)
+
+
+def _ground_truth(row: Mapping[str, Any]) -> Any:
+    if "ground_truth" in row:
+        return row["ground_truth"]
+    if isinstance(row.get("reward_model"), dict):
+        return row["reward_model"].get("ground_truth")
+    return row.get("answer", row.get("solution"))
+
+
+def _numbers(raw: Any, size: int) -> list[float]:
+    """Checked values; None becomes NaN."""
+    values = raw.tolist() if hasattr(raw, "tolist") else raw
+    if not isinstance(values, list | tuple):
+        raise RewardError(f"must return a list with one number per response, {size}, got {type(raw).__name__}")
+    if len(values) != size:
+        raise RewardError(f"must return one number per response, {size}, got {len(values)}")
+    numbers = []
+    for value in values:
+        try:
+            numbers.append(math.nan if value is None else float(value))
+        except (TypeError, ValueError):
+            numbers.append(None)
+        if numbers[-1] is None or isinstance(value, str):
+            raise RewardError(f"must return numbers or None, got {type(value).__name__} {str(value)[:40]!r}")
+        if math.isinf(numbers[-1]):
+            raise ValueError(f"returned {value}")
+    return numbers

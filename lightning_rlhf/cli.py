@@ -1,0 +1,135 @@
+"""``lightning-rlhf fit|validate|test --config FILE``: LightningCLI with this package's defaults and one-line errors.
+
+Constructor signatures are the schema of the YAML: ``model`` is `PPOLightningModule` unless ``class_path`` names another,
+``data`` is `PromptDataModule`, ``rollout`` holds the arguments of the `RolloutCallback`, ``trainer`` those of Lightning's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+from jsonargparse import Namespace
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+import lightning_rlhf  # noqa: F401 (registers the strategy)
+from lightning_rlhf.callbacks.rollout import RolloutCallback
+from lightning_rlhf.modules.base import RLHFLightningModule
+
+OBSERVERS = ("Throughput", "Memory", "Samples", "IterationCheckpoint")
+"""Callbacks that a run has by default; ``trainer.callbacks: []`` removes them, ``callbacks+:`` appends."""
+
+_NOISE = (
+    r".*does not have many workers.*",
+    r".*in eval mode at the start of training.*",
+    r".*LeafSpec.*is deprecated.*",
+    r".*experiment tracking, try installing.*",
+    r".*Checkpoint directory .* exists and is not empty.*",
+)
+
+
+class RLHFParser(LightningArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        fail(message, code=2)
+
+
+class RLHFCLI(LightningCLI):
+    """The links and defaults; nothing else happens here."""
+
+    def __init__(self, args: Sequence[str] | None = None) -> None:
+        super().__init__(
+            RLHFLightningModule,
+            pl.LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={"allow_abbrev": False},
+            args=list(sys.argv[1:] if args is None else args),
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        dataloaders = {"model", "dataloaders", "datamodule"}
+        return {
+            "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
+            "validate": dataloaders,
+            "test": dataloaders,
+        }
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        parser = RLHFParser(**kwargs)
+        parser.add_argument("-c", "--config", action="config", help="YAML file; may be given several times")
+        return parser
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(RolloutCallback, "rollout")
+        parser.set_defaults(
+            {
+                "model": {"class_path": "lightning_rlhf.PPOLightningModule"},
+                "data": {"class_path": "lightning_rlhf.PromptDataModule"},
+                "trainer.strategy": "fsdp_ulysses",
+                "trainer.log_every_n_steps": 1,
+                "trainer.num_sanity_val_steps": 0,
+                "trainer.callbacks": [{"class_path": f"lightning_rlhf.{name}"} for name in OBSERVERS],
+            }
+        )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        super().parse_arguments(parser, args)
+        if isinstance(self.config, Namespace) and "subcommand" not in self.config:
+            fail(f"say what to do: lightning-rlhf {{{','.join(self.subcommands())}}} --config FILE", code=2)
+
+
+def fail(message: str, code: int = 1) -> NoReturn:
+    """Print one line, on the first process only, and exit."""
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0 and int(os.environ.get("NODE_RANK", 0)) == 0:
+        print(f"lightning-rlhf: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+class _Started(pl.Callback):
+    """Knows whether the first batch was reached: until then an error is about the configuration."""
+
+    started = False
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.started = True
+
+    def on_validation_batch_start(self, *args: Any) -> None:
+        self.started = True
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point. Errors of the configuration end in one line; set LIGHTNING_RLHF_TRACEBACK=1 to see where they come from.
+
+    Errors after the first batch was reached are raised as they are, with their traceback.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # your own module by class_path, as with `python -m`
+    for message in _NOISE:
+        warnings.filterwarnings("ignore", message=message)
+    progress = _Started()
+    try:
+        _cli(args, progress)
+    except (ValueError, TypeError, OSError, ImportError, NotImplementedError, MisconfigurationException, RuntimeError) as error:
+        if progress.started or os.environ.get("LIGHTNING_RLHF_TRACEBACK"):
+            raise
+        fail(f"{error}" or type(error).__name__)
+
+
+def _cli(args: Sequence[str] | None, progress: _Started) -> RLHFCLI:
+    class CLI(RLHFCLI):
+        def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+            trainer = super().instantiate_trainer(**kwargs)
+            trainer.callbacks.insert(0, progress)  # type: ignore[attr-defined]
+            return trainer
+
+    return CLI(args)

@@ -1,0 +1,524 @@
+"""`RLHFLightningModule`: one iteration of reinforcement learning as a ``training_step``.
+
+    score → gather the whole batch → log-probs (old, reference) → advantages
+          → for epoch, mini-batch, packed micro-batch: loss → backward;   clip → step
+
+After the gather every rank holds the iteration's token ids and (G, T) tensors; the work on them is split by a packing plan that
+all ranks compute alike. The loss of a micro-batch is W · Σ w_t · l_t on any rank, with w_t the token's share in the GLOBAL
+optimizer step and W the ranks that FSDP averages over, so results depend neither on the number of ranks nor on micro-batches.
+``trainer.global_step`` counts iterations: only an iteration's last optimizer step is counted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from jaxtyping import Float
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.core.optimizer import do_nothing_closure
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_rlhf.flops import Passes, dims_of
+from lightning_rlhf.modules import advantages, losses
+from lightning_rlhf.modules.experience import gather_experience
+from lightning_rlhf.modules.losses import Aggregation, KLKind, kl_estimate, token_weights
+from lightning_rlhf.modules.metrics import Metrics
+from lightning_rlhf.modules.policy import ModelSettings, Policy, build_policy
+from lightning_rlhf.modules.schedules import Schedule, warmup_schedule
+from lightning_rlhf.modules.report import Alarms, ValidationMetrics, add_completions, add_scores, constant_groups, finish
+from lightning_rlhf.packing import Packed, attention_cost, pack, plan
+from lightning_rlhf.phases import Phases
+from lightning_rlhf.scoring import Scorer
+from lightning_rlhf.tiny import local_path
+from lightning_rlhf.types import Experience, Rollout, Scores, derive_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from lightning_rlhf.strategy import FSDPUlyssesStrategy
+
+RewardFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class KL:
+    """Distance to the reference model.
+
+    Args:
+        coef: weight β; 0 switches it off and no reference is loaded.
+        estimator: per-token estimate, see `losses.kl_estimate`.
+        where: added to the loss, or taken off the token rewards.
+    """
+
+    coef: NonNegativeFloat = 0.0
+    estimator: KLKind = "k3"
+    where: Literal["loss", "reward"] = "loss"
+
+    def __post_init__(self) -> None:
+        if self.where == "loss" and self.estimator in ("k1", "abs"):
+            raise ValueError(
+                f"model.kl.estimator {self.estimator!r} has no useful gradient in the loss: use {self.estimator + '+'!r}, k2"
+                " or k3, or where: reward"
+            )
+
+
+class RLHFLightningModule(pl.LightningModule):
+    """Group-based policy optimisation without a critic; the base of every algorithm.
+
+    Override points, each one small method: `score`, `compute_advantages`, `policy_loss`, `configure_optimizers`.
+
+    Args:
+        model: local folder or hub id of the policy, or ``random:tiny``.
+        reward: function or functions by dotted path, in TRL's signature ``f(prompts, completions, **columns)`` or verl's
+            ``f(data_source, solution_str, ground_truth, extra_info)``; not needed when `score` is overridden.
+        reward_weights: one per function, default 1.
+        reward_timeout: seconds one scoring of an iteration's responses may take per function.
+        reward_workers: processes for reward functions; 0 runs them in this process.
+        advantage: estimator by name (see `modules.advantages`) or dotted path.
+        loss: policy loss by name (see `modules.losses`) or dotted path.
+        aggregation: how token losses become one loss, over the global optimizer step.
+        clip_low: the ratio gains nothing below 1 - clip_low.
+        clip_high: the ratio gains nothing above 1 + clip_high.
+        clip_dual: bound of the loss at negative advantages, in units of the advantage; null switches it off.
+        entropy_coef: weight of the entropy bonus.
+        kl: distance to the frozen reference.
+        mask_truncated: leave responses that hit ``max_completion_length`` out.
+        ppo_epochs: passes over a rollout.
+        mini_batches: optimizer steps per pass.
+        micro_batch_tokens: token budget of one forward and backward pass on one GPU; must hold the longest sequence.
+        lr: learning rate of the actor.
+        optimizer: called with parameter groups that carry their own rates: an ``lr`` given here is not used.
+        lr_schedule: over iterations, see `modules.schedules`.
+        warmup_steps: iterations of linear warm-up.
+        min_lr_ratio: share of the rate at the end of a linear or cosine schedule.
+        max_grad_norm: gradients are clipped to this norm, actor and critic each on their own; null switches it off.
+        val_success: a validation response with at least this reward solves its prompt (mean@k, pass@k).
+        max_skipped_steps: stop after so many optimizer steps in a row without a finite gradient.
+        attention: kernel: auto, torch, reference, or a transformers name such as flash_attention_3.
+        gradient_checkpointing: recompute layers in backward: a third more time, far less memory.
+        trust_remote_code: run model code that comes with the weights.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        reward: RewardFunction | list[RewardFunction] | None = None,
+        reward_weights: list[float] | None = None,
+        reward_timeout: PositiveFloat = 60.0,
+        reward_workers: NonNegativeInt = 0,
+        advantage: str = "grpo",
+        loss: str = "ppo",
+        aggregation: Aggregation = "token-mean",
+        clip_low: NonNegativeFloat = 0.2,
+        clip_high: NonNegativeFloat = 0.2,
+        clip_dual: float | None = 3.0,
+        entropy_coef: NonNegativeFloat = 0.0,
+        kl: KL = KL(),  # noqa: B008 (frozen)
+        mask_truncated: bool = False,
+        ppo_epochs: PositiveInt = 1,
+        mini_batches: PositiveInt = 1,
+        micro_batch_tokens: PositiveInt = 16384,
+        lr: PositiveFloat = 1e-6,
+        optimizer: OptimizerCallable = torch.optim.AdamW,
+        lr_schedule: Schedule = "constant",
+        warmup_steps: NonNegativeInt = 0,
+        min_lr_ratio: NonNegativeFloat = 0.0,
+        max_grad_norm: PositiveFloat | None = 1.0,
+        max_skipped_steps: PositiveInt = 10,
+        val_success: float = 1.0,
+        attention: str = "auto",
+        gradient_checkpointing: bool = False,
+        trust_remote_code: bool = False,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.model, self.trust_remote_code = model, trust_remote_code
+        self.attention, self.gradient_checkpointing = attention, gradient_checkpointing
+        functions = reward if isinstance(reward, list) else [] if reward is None else [reward]
+        self.scorer = Scorer(functions, reward_weights, timeout=reward_timeout, workers=reward_workers)
+        self.advantage_function = _function(advantage, advantages, "model.advantage")
+        self.loss_function = _function(loss, losses, "model.loss")
+        self.aggregation, self.entropy_coef, self.kl, self.mask_truncated = aggregation, entropy_coef, kl, mask_truncated
+        self.clip = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual}
+        self.ppo_epochs, self.mini_batches, self.micro_batch_tokens = ppo_epochs, mini_batches, micro_batch_tokens
+        self.lr, self.optimizer = lr, optimizer
+        self.lr_schedule, self.warmup_steps, self.min_lr_ratio = lr_schedule, warmup_steps, min_lr_ratio
+        self.max_grad_norm, self.max_skipped_steps, self.val_success = max_grad_norm, max_skipped_steps, val_success
+        if clip_dual is not None and clip_dual <= 1.0:
+            raise ValueError(f"model.clip_dual must be above 1, or null to switch it off, got {clip_dual}")
+        self.actor: Policy = None  # type: ignore[assignment]
+        self.reference: Policy | None = None
+        self.phases = Phases()
+        self.weight_version = 0
+        self.alarms = Alarms()
+        self._skipped_in_a_row = 0
+        self._validation: dict[int, ValidationMetrics] = {}
+        # the last iteration, for callbacks
+        self.last_experience: Experience
+        self.last_scores: Scores
+        self.packing: dict[str, int] = {}
+
+    # -- the model ------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def model_path(self) -> str:
+        """Local folder of `model`."""
+        return local_path(self.model, self.trust_remote_code)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Of the policy."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.model_path, trust_remote_code=self.trust_remote_code)
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends a response: the generation config's and the tokenizer's."""
+        from transformers import GenerationConfig
+
+        try:
+            listed = GenerationConfig.from_pretrained(self.model_path).eos_token_id
+        except OSError:  # the folder has none
+            listed = None
+        ids = listed if isinstance(listed, list) else [listed]
+        return tuple(sorted({i for i in (*ids, self.tokenizer.eos_token_id) if i is not None}))
+
+    @property
+    def pad_token_id(self) -> int:
+        """Filler; it may equal an EOS, since masks come from lengths."""
+        pad = self.tokenizer.pad_token_id
+        return int(pad if pad is not None else (self.eos_token_ids or (0,))[0])
+
+    @property
+    def strategy(self) -> FSDPUlyssesStrategy:
+        return self.trainer.strategy  # type: ignore[return-value]
+
+    @property
+    def settings(self) -> ModelSettings:
+        return ModelSettings(self.model_path, self.attention, self.gradient_checkpointing, self.trust_remote_code)
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl.coef > 0.0
+
+    @cached_property
+    def flops(self) -> list[Passes]:
+        """What one iteration's update is worth; empty for a model whose FLOPs are not known."""
+        return self.update_passes(self.actor.model.config)
+
+    def update_passes(self, config: Any, outputs: int | None = None) -> list[Passes]:
+        """Forward and backward of one role in every epoch."""
+        try:
+            return [Passes("update", dims_of(config, outputs), self.ppo_epochs, self.ppo_epochs)]
+        except ValueError:
+            return []
+
+    def configure_model(self) -> None:
+        if self.actor is not None:
+            return
+        self.actor = build_policy(self.settings, self.strategy)
+        if self.needs_reference:
+            self.reference = build_policy(self.settings, self.strategy, frozen=True)
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """One group per role: clipped, checked and logged on its own."""
+        trained = [p for p in self.actor.parameters() if p.requires_grad]
+        return [{"params": trained, "lr": self.lr, "role": "actor"}]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer(self.parameter_groups())  # type: ignore[arg-type]
+        total = int(self.trainer.estimated_stepping_batches)
+        scheduler = warmup_schedule(optimizer, self.lr_schedule, self.warmup_steps, total, self.min_lr_ratio)
+        return [optimizer], [scheduler]
+
+    # -- one iteration ----------------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        rollout: Rollout = batch["rollout"]
+        with self.phases("reward"):
+            scores = self.scores_of(rollout)
+            experience = self.gather(rollout, scores)
+        same = constant_groups(experience)
+        experience = self.evaluate(experience)
+        values, returns = self.compute_advantages(experience)
+        experience = replace(experience, advantages=values, returns=returns)
+        with self.phases("update"):
+            metrics = self.update(experience)
+        metrics.mean("reward/frac_zero_std", same)
+        self.last_experience, self.last_scores = experience, scores
+        self.log_iteration(rollout, experience, metrics)
+
+    def score(self, rollout: Rollout) -> Scores | Tensor | Sequence[float]:
+        """One reward per response of this rank; NaN leaves the response out. Override it to bring your own.
+
+        Called for training and validation, on the first rank of each sequence-parallel group only.
+        """
+        return self.scorer(rollout, self.decode(rollout), self.trainer)
+
+    def decode(self, rollout: Rollout) -> list[str]:
+        """Texts of the responses, special tokens left out."""
+        return self.tokenizer.batch_decode([c.token_ids for c in rollout.completions], skip_special_tokens=True)
+
+    def compute_advantages(self, experience: Experience) -> tuple[Tensor, Tensor]:
+        """(advantages, returns), each (G, T), from the whole batch. Runs equally on every rank."""
+        return self.advantage_function(rewards=experience.rewards, mask=experience.mask, groups=experience.group)
+
+    def policy_loss(
+        self, log_probs: Tensor, old_log_probs: Tensor, token_advantages: Tensor, mask: Tensor
+    ) -> tuple[Float[Tensor, "b T"], dict[str, Tensor]]:
+        """(token losses, metrics) of one micro-batch; weights and sums come after."""
+        return self.loss_function(log_probs, old_log_probs, token_advantages, mask, **self.clip)
+
+    # -- scoring and evaluation ---------------------------------------------------------------------------------------------------
+
+    def scores_of(self, rollout: Rollout) -> Scores:
+        """`score`, run once per data rank; a failure on any rank ends all of them with its message."""
+        result: Any = None
+        failure: BaseException | None = None
+        try:
+            if self.strategy.data_mesh["sp"].get_local_rank() == 0:
+                value = self.score(rollout)
+                result = value if isinstance(value, Scores) else Scores(torch.as_tensor(value, dtype=torch.float32))
+        except Exception as error:
+            failure = error
+        result, message = self.strategy.broadcast_object_sp((result, failure and f"{type(failure).__name__}: {failure}"))
+        messages = [m for m in self.strategy.all_gather_objects_dp(message) if m]
+        if failure is not None:
+            raise failure
+        if messages:
+            raise RuntimeError(f"score() failed on another rank: {messages[0]}")
+        return result
+
+    def gather(self, rollout: Rollout, scores: Scores) -> Experience:
+        """The whole iteration, on this rank's device."""
+        gathered = gather_experience(
+            rollout, scores, self.strategy.all_gather_objects_dp, mask_truncated=self.mask_truncated
+        )
+        return gathered.to(self.device, non_blocking=True)
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """Whether they cost a pass of their own: with one optimizer step per rollout the update's own forward has them."""
+        return self.ppo_epochs * self.mini_batches > 1 or (self.needs_reference and self.kl.where == "reward")
+
+    def evaluate(self, experience: Experience) -> Experience:
+        """Add what is computed before the update without gradients; KL in the reward is taken off here."""
+        temperature = experience.temperature
+        if self.needs_old_log_probs:
+            with self.phases("log_prob"):
+                old = self.forward_all(self.actor, experience, lambda packed: self.actor(packed, temperature)[0])
+            experience = replace(experience, old_log_probs=old)
+        if self.reference is not None:
+            reference = self.reference
+            with self.phases("reference"):
+                ref = self.forward_all(reference, experience, lambda packed: reference(packed, temperature)[0])
+            experience = replace(experience, ref_log_probs=ref)
+            if self.kl.where == "reward":
+                assert experience.old_log_probs is not None
+                distance = kl_estimate(experience.old_log_probs, ref, self.kl.estimator) * experience.mask
+                experience = replace(experience, rewards=experience.rewards - self.kl.coef * distance)
+        return experience
+
+    @torch.no_grad()
+    def forward_all(
+        self, root: nn.Module, experience: Experience, forward: Callable[[Packed], Float[Tensor, "b T"]]
+    ) -> Float[Tensor, "G T"]:
+        """``forward`` over the whole batch, each data rank its bins, the result equal on every rank."""
+        out = torch.zeros_like(experience.mask)
+        for packed, rows in self.micro_batches(experience, range(len(experience))):
+            out[rows, : packed.response_mask.shape[1]] = forward(packed)
+        self.strategy.reshard(root)
+        return self.strategy.all_reduce_dp(out)
+
+    # -- the update ---------------------------------------------------------------------------------------------------------------
+
+    def update(self, experience: Experience) -> Metrics:
+        """``ppo_epochs`` x ``mini_batches`` optimizer steps; the last one advances ``trainer.global_step``."""
+        metrics = Metrics(self.device)
+        self.packing = {"real_tokens": 0, "padded_tokens": 0}
+        steps = [rows for epoch in range(self.ppo_epochs) for rows in self._mini_batches(len(experience), epoch)]
+        for number, rows in enumerate(steps, 1):
+            weights = token_weights(experience.mask[rows], self.aggregation)
+            scattered = torch.zeros_like(experience.mask).index_copy_(0, torch.tensor(rows, device=self.device), weights)
+            for packed, members in self.micro_batches(experience, rows, count=True):
+                width = packed.response_mask.shape[1]
+                self.micro_step(experience, packed, members, scattered[members, :width], metrics, len(steps))
+            self.optimizer_step_of_iteration(metrics, last=number == len(steps))
+        for scheduler in self._schedulers():
+            scheduler.step()
+        return metrics
+
+    def micro_step(
+        self,
+        experience: Experience,
+        packed: Packed,
+        rows: Tensor,
+        weights: Float[Tensor, "b T"],
+        metrics: Metrics,
+        steps: int,
+    ) -> None:
+        """Forward and backward of the actor on one micro-batch.
+
+        Args:
+            rows: where its responses are in the experience.
+            weights: each token's share in the global optimizer step.
+            steps: optimizer steps of the iteration (losses are logged as their mean).
+        """
+        width = weights.shape[1]
+        mask = experience.mask[rows, :width]
+        with_entropy = self.entropy_coef > 0.0 or self.is_logging_iteration
+        log_probs, entropy = self.actor(packed, experience.temperature, with_entropy)
+        old = log_probs.detach() if experience.old_log_probs is None else experience.old_log_probs[rows, :width]
+        assert experience.advantages is not None
+        token_losses, token_metrics = self.policy_loss(log_probs, old, experience.advantages[rows, :width], mask)
+        loss = _weighted(weights, token_losses)
+        metrics.sum("actor/pg_loss", loss.detach() / steps)
+        if self.entropy_coef > 0.0:
+            loss = loss - self.entropy_coef * _weighted(weights, entropy)
+        if experience.ref_log_probs is not None:
+            distance = kl_estimate(log_probs, experience.ref_log_probs[rows, :width], self.kl.estimator)
+            metrics.mean("actor/kl_loss", distance.detach(), weights)
+            if self.kl.where == "loss":
+                loss = loss + self.kl.coef * _weighted(weights, distance)
+        self.manual_backward(loss * self.trainer.world_size)
+        if with_entropy:
+            metrics.mean("actor/entropy", entropy.detach(), weights)
+        for name, value in token_metrics.items():
+            metrics.mean(f"actor/{name}", value, weights)
+        if experience.sampler_log_probs is not None:
+            difference = (old - experience.sampler_log_probs[rows, :width]).abs() * mask
+            metrics.mean("rollout/logprob_diff_mean", difference, mask)
+            metrics.max("rollout/logprob_diff_max", difference)
+
+    def optimizer_step_of_iteration(self, metrics: Metrics, last: bool) -> None:
+        """Clip and check each role, then step once; a role without a finite norm keeps its weights and is counted."""
+        optimizer = self.optimizers()
+        assert not isinstance(optimizer, list)
+        skipped = False
+        for group in optimizer.param_groups:
+            role = group["role"]
+            norm = torch.nn.utils.clip_grad_norm_(group["params"], self.max_grad_norm or float("inf"))
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            finite = bool(norm.isfinite())
+            if finite:
+                metrics.mean(f"{role}/grad_norm", norm)
+            else:
+                skipped = True
+                for parameter in group["params"]:
+                    parameter.grad = None
+            metrics.sum(f"{role}/skipped_steps", float(not finite) / self.strategy.dp_size)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if last:
+            optimizer.step()
+        else:
+            self.trainer.strategy.optimizer_step(optimizer.optimizer, do_nothing_closure)
+        optimizer.zero_grad()
+        self.weight_version += 1
+        if self._skipped_in_a_row >= self.max_skipped_steps:
+            raise RuntimeError(
+                f"the gradient norm was not finite in {self._skipped_in_a_row} optimizer steps in a row: lower model.lr or"
+                " look at the rewards and log-probs of the last rollout"
+            )
+
+    def micro_batches(
+        self, experience: Experience, rows: Sequence[int], count: bool = False
+    ) -> Iterator[tuple[Packed, Tensor]]:
+        """This data rank's packed bins of ``rows``, with the rows that each holds."""
+        lengths = [len(experience.sequences[i]) for i in rows]
+        size = self.strategy.sequence_parallel_size
+        bins = plan(lengths, self.strategy.dp_size, self.micro_batch_tokens * size, self._cost)
+        if count:
+            tokens = [[sum(lengths[i] for i in members) for members in rank] for rank in bins]
+            self.packing["real_tokens"] += sum(lengths)
+            self.packing["padded_tokens"] += sum(map(max, zip(*tokens, strict=True))) * len(bins)
+        for members in bins[self.strategy.dp_rank]:
+            chosen = [rows[i] for i in members]
+            sequences = [experience.sequences[i] for i in chosen]
+            prompts = [experience.prompt_lengths[i] for i in chosen]
+            yield pack(sequences, prompts, size), torch.tensor(chosen, dtype=torch.long, device=self.device)
+
+    @cached_property
+    def _cost(self) -> Callable[[int], float]:
+        return attention_cost(self.actor.hidden_size)
+
+    def _mini_batches(self, responses: int, epoch: int) -> list[list[int]]:
+        """A permutation of the global response indices from (seed, iteration, epoch), split near-equally."""
+        if self.mini_batches > responses:
+            raise ValueError(f"model.mini_batches is {self.mini_batches}, the rollout has only {responses} responses")
+        seed = derive_seed("mini_batches", self.seed, self.trainer.fit_loop.total_batch_idx, epoch)
+        order = torch.randperm(responses, generator=torch.Generator().manual_seed(seed))
+        return [part.tolist() for part in order.tensor_split(self.mini_batches)]
+
+    @property
+    def seed(self) -> int:
+        """Of the run: Lightning's ``seed_everything``."""
+        return int(os.environ.get("PL_GLOBAL_SEED", 0))
+
+    @property
+    def is_logging_iteration(self) -> bool:
+        return (self.trainer.fit_loop.total_batch_idx + 1) % max(1, self.trainer.log_every_n_steps) == 0
+
+    def _schedulers(self) -> list[Any]:
+        schedulers = self.lr_schedulers()
+        return schedulers if isinstance(schedulers, list) else [] if schedulers is None else [schedulers]
+
+    # -- metrics ------------------------------------------------------------------------------------------------------------------
+
+    def log_iteration(self, rollout: Rollout, experience: Experience, metrics: Metrics) -> None:
+        """All of the iteration's metrics in one reduction; equal on every rank, so that nothing else is synchronised."""
+        add_scores(metrics, self.last_scores)
+        add_completions(metrics, rollout)
+        reduced = finish(metrics.reduce(self.strategy.all_reduce_dp))
+        for group in self.optimizers().param_groups:  # type: ignore[union-attr]
+            reduced[f"{group['role']}/lr"] = group["lr"]
+        self.log_dict(reduced, sync_dist=False, batch_size=len(experience))
+        self.log("reward", reduced["reward/mean"], prog_bar=True, logger=False, batch_size=len(experience))
+        self.alarms(reduced)
+
+    # -- validation -----------------------------------------------------------------------------------------------------------------
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        rollout: Rollout = batch["rollout"]
+        self.last_scores = self.scores_of(rollout)
+        if dataloader_idx not in self._validation:
+            names = getattr(getattr(self.trainer, "datamodule", None), "val_names", None) or ["heldout"]
+            self._validation[dataloader_idx] = ValidationMetrics(names[dataloader_idx], self.val_success, self.device)
+        self._validation[dataloader_idx].update(self.last_scores.total, rollout.sampling.num_generations)
+
+    def on_validation_epoch_end(self) -> None:
+        for metrics in self._validation.values():
+            self.log_dict(metrics.compute(), sync_dist=False, batch_size=1)
+        self._validation.clear()
+
+
+def _weighted(weights: Tensor, token_values: Tensor) -> Tensor:
+    """Σ w x, where a token of weight 0 may be anything."""
+    return (weights * torch.where(weights > 0, token_values, 0.0)).sum()
+
+
+def _function(name: str | Callable[..., Any], module: ModuleType, key: str) -> Callable[..., Any]:
+    """A function of ``module`` by its name, or any function by its dotted path.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if callable(name):
+        return name
+    source, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(import_module(source) if source else module, attribute)
+    except (ImportError, AttributeError):
+        public = [n for n, f in vars(module).items() if getattr(f, "__module__", "") == module.__name__ and n[0] != "_"]
+        raise ValueError(f"{key}: there is no {name!r}; built in: {', '.join(public)}, or a dotted path") from None
+    return found

@@ -1,0 +1,77 @@
+"""From the responses of each data rank to the whole iteration's `Experience`, equal on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lightning_rlhf.types import Experience, Rollout, Scores, right_pad
+
+
+def gather_experience(
+    rollout: Rollout, scores: Scores, all_gather: Callable[[Any], list[Any]], *, mask_truncated: bool = False
+) -> Experience:
+    """Token ids and scalars of all data ranks, ordered by group: megabytes, whatever the model's size.
+
+    The order, and so everything computed from it, does not depend on the number of data ranks. Rows that cannot be learned
+    from get mask 0: empty and aborted responses, and responses whose score is NaN.
+
+    Args:
+        all_gather: one picklable object per data rank -> their list.
+        mask_truncated: rows cut at the length limit get mask 0 too.
+
+    Raises:
+        ValueError: ``scores.total`` does not have one value per response.
+    """
+    if scores.total.shape != (len(rollout),):
+        raise ValueError(f"score() must return one reward per response: ({len(rollout)},), got {tuple(scores.total.shape)}")
+    n = rollout.sampling.num_generations
+    prompts = [ids for ids in rollout.prompts.ids for _ in range(n)]
+    usable = [
+        c.finish_reason != "abort" and not (mask_truncated and c.finish_reason == "length") for c in rollout.completions
+    ]
+    shares = all_gather(
+        {
+            "ids": torch.tensor([t for p, c in zip(prompts, rollout.completions, strict=True) for t in (*p, *c.token_ids)]),
+            "prompt_lengths": [len(p) for p in prompts],
+            "lengths": [len(c.token_ids) for c in rollout.completions],
+            "usable": usable,
+            "group": rollout.group.cpu(),
+            "total": scores.total.cpu(),
+            "sampler": None if rollout.sampler_log_probs is None else _rows(rollout.sampler_log_probs, rollout.mask),
+        }
+    )
+    group = torch.cat([s["group"] for s in shares])
+    order = torch.sort(group, stable=True).indices
+    prompt_lengths = [n for s in shares for n in s["prompt_lengths"]]
+    lengths = [n for s in shares for n in s["lengths"]]
+    ids = torch.cat([s["ids"] for s in shares]).long()
+    sequences = ids.split([p + n for p, n in zip(prompt_lengths, lengths, strict=True)])
+    total = torch.cat([s["total"] for s in shares]).float()[order]
+    keep = torch.tensor([u for s in shares for u in s["usable"]])[order] & total.isfinite()
+    rows = order.tolist()
+    mask = right_pad([[1.0] * lengths[i] for i in rows]) * keep[:, None]
+    sampler = [row for s in shares for row in s["sampler"] or ()]
+    return Experience(
+        sequences=[sequences[i] for i in rows],
+        prompt_lengths=[prompt_lengths[i] for i in rows],
+        group=group[order],
+        mask=mask,
+        rewards=last_token_rewards(total, mask),
+        temperature=rollout.sampling.temperature,
+        sampler_log_probs=right_pad([sampler[i] for i in rows]) if len(sampler) == len(rows) else None,
+    )
+
+
+def last_token_rewards(scores: Float[Tensor, "G"], mask: Float[Tensor, "G T"]) -> Float[Tensor, "G T"]:
+    """A response's score at its last token, 0 elsewhere and on rows without any token."""
+    last = (mask.cumsum(1) == mask.sum(1, keepdim=True)) & (mask > 0)
+    return torch.where(last, scores[:, None], 0.0)
+
+
+def _rows(padded: Float[Tensor, "B T"], mask: Float[Tensor, "B T"]) -> list[Tensor]:
+    return [row[:n] for row, n in zip(padded.cpu(), mask.sum(1).long().tolist(), strict=True)]

@@ -1,0 +1,130 @@
+"""Proximal policy optimisation with a critic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat
+from torch import Tensor
+
+from lightning_rlhf.flops import Passes
+from lightning_rlhf.modules.advantages import masked_mean, masked_whiten
+from lightning_rlhf.modules.base import RLHFLightningModule
+from lightning_rlhf.modules.losses import value_loss
+from lightning_rlhf.modules.metrics import Metrics
+from lightning_rlhf.modules.policy import Critic, build_critic
+from lightning_rlhf.packing import Packed
+from lightning_rlhf.tiny import local_path
+from lightning_rlhf.types import Experience
+
+
+class PPOLightningModule(RLHFLightningModule):
+    """PPO (Schulman et al. 2017, arXiv:1707.06347): actor, critic and, with ``kl``, a frozen reference.
+
+    Args:
+        critic: local folder or hub id that the critic's backbone starts from; default the policy's.
+        critic_lr: learning rate of the critic.
+        critic_warmup: iterations at the start in which only the critic is trained.
+        advantage: estimator by name or dotted path.
+        gamma: discount per token.
+        lam: GAE's weight of longer returns.
+        value_clip: how far values may move per rollout before their gradient ends; null switches it off.
+        whiten_advantages: to mean 0 and variance 1 over the iteration's tokens.
+        whiten_rewards: scale the token rewards to variance 1 over the iteration (their mean stays).
+        **kwargs: see `RLHFLightningModule`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        critic: str | None = None,
+        critic_lr: PositiveFloat = 1e-5,
+        critic_warmup: NonNegativeInt = 0,
+        advantage: str = "gae",
+        gamma: ClosedUnitInterval = 1.0,
+        lam: ClosedUnitInterval = 1.0,
+        value_clip: PositiveFloat | None = 0.5,
+        whiten_advantages: bool = True,
+        whiten_rewards: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model, advantage=advantage, **kwargs)
+        self.critic_model, self.critic_lr, self.critic_warmup = critic or model, critic_lr, critic_warmup
+        self.gamma, self.lam, self.value_clip = gamma, lam, value_clip
+        self.whiten_advantages, self.whiten_rewards = whiten_advantages, whiten_rewards
+        self.critic: Critic = None  # type: ignore[assignment]
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.critic is None:
+            path = local_path(self.critic_model, self.trust_remote_code)
+            self.critic = build_critic(replace(self.settings, path=path), self.strategy)
+
+    @cached_property
+    def flops(self) -> list[Passes]:
+        return self.update_passes(self.actor.model.config) + self.update_passes(self.critic.model.config, outputs=1)
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        critic = {"params": list(self.critic.parameters()), "lr": self.critic_lr, "role": "critic"}
+        return [*super().parameter_groups(), critic]
+
+    def evaluate(self, experience: Experience) -> Experience:
+        experience = super().evaluate(experience)
+        with self.phases("values"):
+            return replace(experience, values=self.forward_all(self.critic, experience, self.critic))
+
+    def compute_advantages(self, experience: Experience) -> tuple[Tensor, Tensor]:
+        rewards = experience.rewards
+        if self.whiten_rewards:
+            mean = masked_mean(rewards, experience.mask)
+            rewards = (masked_whiten(rewards, experience.mask) + mean) * experience.mask
+        return self.advantage_function(
+            rewards=rewards,
+            values=experience.values,
+            mask=experience.mask,
+            groups=experience.group,
+            gamma=self.gamma,
+            lam=self.lam,
+            whiten=self.whiten_advantages,
+        )
+
+    def update(self, experience: Experience) -> Metrics:
+        metrics = super().update(experience)
+        metrics.mean("critic/explained_variance", explained_variance(experience))
+        return metrics
+
+    def micro_step(
+        self,
+        experience: Experience,
+        packed: Packed,
+        rows: Tensor,
+        weights: Float[Tensor, "b T"],
+        metrics: Metrics,
+        steps: int,
+    ) -> None:
+        """The actor's pass, then the critic's: one graph at a time is held in memory."""
+        if self.trainer.fit_loop.total_batch_idx >= self.critic_warmup:
+            super().micro_step(experience, packed, rows, weights, metrics, steps)
+        width = weights.shape[1]
+        assert experience.values is not None
+        assert experience.returns is not None
+        old, returns, mask = (x[rows, :width] for x in (experience.values, experience.returns, experience.mask))
+        token_losses, token_metrics = value_loss(self.critic(packed), old, returns, mask, clip=self.value_clip)
+        loss = (weights * token_losses).sum()
+        self.manual_backward(loss * self.trainer.world_size)
+        metrics.sum("critic/vf_loss", loss.detach() / steps)
+        for name, value in token_metrics.items():
+            metrics.mean(f"critic/{name}", value, weights)
+
+
+def explained_variance(experience: Experience) -> Float[Tensor, ""]:
+    """1 - Var(returns - values) / Var(returns) over the iteration's tokens: 1 is a perfect critic, 0 a constant one."""
+    assert experience.values is not None
+    assert experience.returns is not None
+    taken = experience.mask > 0
+    returns, errors = experience.returns[taken], (experience.returns - experience.values)[taken]
+    return 1.0 - errors.var(correction=0) / (returns.var(correction=0) + 1e-8) if taken.any() else torch.zeros(())

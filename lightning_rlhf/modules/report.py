@@ -1,0 +1,113 @@
+"""What an iteration and a validation loop report, in the metric names that every logger gets."""
+
+from __future__ import annotations
+
+from math import comb
+
+import torch
+from jaxtyping import Float
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from lightning_rlhf.modules.metrics import Metrics
+from lightning_rlhf.types import Experience, Rollout, Scores
+
+
+def add_scores(metrics: Metrics, scores: Scores) -> None:
+    """Rewards of this data rank: total, each function's own, and what the functions logged."""
+    valid = scores.total.isfinite()
+    metrics.mean("reward/mean", scores.total, valid)
+    metrics.mean("reward/square", scores.total.square(), valid)
+    metrics.sum("reward/failures", float(scores.failures))
+    for name, part in scores.parts.items():
+        metrics.mean(f"reward/{name}/mean", part, part.isfinite())
+    for name, value in scores.metrics.items():
+        metrics.mean(f"reward/{name}", value)
+
+
+def add_completions(metrics: Metrics, rollout: Rollout) -> None:
+    """Lengths of this data rank's responses, and how many were cut at the limit."""
+    lengths = rollout.mask.sum(1)
+    metrics.mean("completions/mean_length", lengths)
+    metrics.max("completions/max_length", lengths)
+    cut = [float(c.finish_reason == "length") for c in rollout.completions]
+    metrics.mean("completions/clipped_ratio", torch.tensor(cut, device=lengths.device))
+
+
+def constant_groups(experience: Experience) -> float:
+    """Share of the groups whose usable responses all scored the same: nothing is learned from them."""
+    scores = experience.rewards.sum(1)
+    index = experience.group.unique(return_inverse=True)[1]
+    usable = experience.mask.any(1)
+    lowest = torch.full_like(scores, torch.inf).scatter_reduce(0, index, scores.where(usable, torch.inf), "amin")
+    highest = torch.full_like(scores, -torch.inf).scatter_reduce(0, index, scores.where(usable, -torch.inf), "amax")
+    groups = int(index.max()) + 1
+    return float((lowest >= highest)[:groups].float().mean())
+
+
+def finish(reduced: dict[str, float]) -> dict[str, float]:
+    """Deviation from the square; a mean reward that no response has is NaN, not absent."""
+    square = reduced.pop("reward/square", torch.nan)
+    mean = reduced.setdefault("reward/mean", torch.nan)
+    return reduced | {"reward/std": max(0.0, square - mean**2) ** 0.5}
+
+
+class Alarms:
+    """Loud warnings about what silently spoils a run."""
+
+    def __init__(self) -> None:
+        self._cut_in_a_row = 0
+
+    def __call__(self, reduced: dict[str, float]) -> None:
+        """Look at one iteration's metrics."""
+        self._cut_in_a_row = self._cut_in_a_row + 1 if reduced["completions/clipped_ratio"] > 0.5 else 0
+        if self._cut_in_a_row == 5:
+            rank_zero_warn(
+                "more than half of the responses were cut at the length limit in 5 iterations in a row: raise"
+                " rollout.sampling.max_completion_length"
+            )
+        if reduced.get("rollout/logprob_diff_mean", 0.0) > 0.3:
+            rank_zero_warn(
+                f"the engine's log-probs differ from the trainer's by {reduced['rollout/logprob_diff_mean']:.2f} on"
+                " average: the weight sync or the sampling settings are wrong, or the engine's precision is too low"
+            )
+
+
+class ValidationMetrics:
+    """Mean reward, mean@n and pass@k over a validation set, synchronised over ranks by torchmetrics.
+
+    pass@k is the unbiased estimate 1 - C(n-c, k) / C(n, k) from n responses of which c solve the prompt
+    (Chen et al. 2021, arXiv:2107.03374), for k = 1, 2, 4, … up to n.
+
+    Args:
+        name: of the set, in ``val/<name>/…``.
+        success: a response with at least this reward solves its prompt.
+        device: where the sums live.
+    """
+
+    def __init__(self, name: str, success: float, device: torch.device) -> None:
+        self.name, self.success, self.device = name, success, device
+        self._means: dict[str, MeanMetric] = {}
+
+    def update(self, totals: Float[Tensor, "B"], generations: int) -> None:
+        """Rewards of one batch, prompt-major; empty on a rank without prompts. NaN counts as unsolved."""
+        totals = totals.to(self.device)
+        solved = (totals.view(-1, generations) >= self.success).sum(1).tolist()
+        self._add("reward", totals[totals.isfinite()])
+        self._add(f"mean@{generations}", torch.tensor([c / generations for c in solved]))
+        k = 1
+        while k <= generations:
+            rates = [1.0 - comb(generations - c, k) / comb(generations, k) for c in solved]
+            self._add(f"pass@{k}", torch.tensor(rates))
+            k *= 2
+
+    def _add(self, key: str, values: Tensor) -> None:
+        if key not in self._means:
+            self._means[key] = MeanMetric().to(self.device)
+        if len(values):
+            self._means[key].update(values.to(self.device))
+
+    def compute(self) -> dict[str, float]:
+        """``val/<name>/<metric>`` over all ranks; a collective."""
+        return {f"val/{self.name}/{key}": float(metric.compute()) for key, metric in self._means.items()}

@@ -1,0 +1,171 @@
+"""The embedded engine: a stock Hugging Face model with a decoding loop of its own.
+
+It needs nothing beyond the base install and is the oracle that other engines are tested against. Every rank holds a whole,
+unsharded copy, filled by `load_weights`, so that decoding needs no collective and ranks may run at different speeds.
+
+    prompts ── unique, sorted by length ──▶ common prefix once ──▶ rest of each prompt once ──▶ one row per response
+            ──▶ draw, drop finished rows, forward one token ──▶ ...
+
+**Reproducible draws.** A row draws its uniforms from a generator of its own, and a token is the inverse of the cumulative
+distribution at one uniform. So a response depends on (weights, prompt, sampling, seed) and not on the rows beside it, except
+where a different batch shape makes the kernels round differently and a uniform falls into that gap (about 1e-6 of the tokens
+in float32).
+"""
+
+from __future__ import annotations
+
+import inspect
+import os.path
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from lightning_rlhf.rollout.engine import EngineSetup, NamedTensors, RolloutEngine
+from lightning_rlhf.rollout.weights import checksum
+from lightning_rlhf.types import Completion, Sampling
+
+
+class TransformersEngine(RolloutEngine):
+    """Generates with `transformers` in this process.
+
+    Args:
+        batch_size: most responses decoded at once; more are decoded one batch after the other.
+        dtype: of weights and compute; "auto" is the trainer's.
+    """
+
+    def __init__(self, batch_size: int = 64, dtype: Literal["auto", "float32", "bfloat16"] = "auto") -> None:
+        if batch_size < 1:
+            raise ValueError(f"rollout.engine.batch_size must be at least 1, got {batch_size}")
+        self.batch_size = batch_size
+        self.dtype = dtype
+        self.model: Any = None
+        self._asleep: set[str] = set()
+
+    def setup(self, context: EngineSetup) -> None:
+        if self.model is not None:
+            return
+        self.context = context
+        dtype = context.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
+        model = AutoModelForCausalLM.from_pretrained(
+            context.model, dtype=dtype, trust_remote_code=context.trust_remote_code
+        )
+        self.model = model.to(context.device).eval().requires_grad_(False)
+        self._shapes = [p.shape for p in self.model.parameters()]
+        self._forward_arguments = set(inspect.signature(self.model.forward).parameters)
+        layers = DynamicCache(config=self.model.config).layers
+        self._full_attention = all(type(layer) is DynamicLayer for layer in layers)
+
+    # ── memory and weights ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def wake(self, tags: Sequence[str]) -> None:
+        if "weights" in tags and "weights" in self._asleep:
+            for parameter, shape in zip(self.model.parameters(), self._shapes, strict=True):
+                if parameter.shape != shape:  # dropped: memory to load into
+                    parameter.data = parameter.data.new_empty(shape, device=self.context.device)
+                parameter.data = parameter.data.to(self.context.device)
+        self._asleep -= set(tags)
+
+    def sleep(self, level: int) -> None:
+        if level == 0:
+            return
+        self._asleep = {"weights", "kv_cache"}
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.cpu() if level == 1 else parameter.data.new_empty(0)
+        if level == 2:
+            self.weight_version = -1
+        if self.context.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.no_grad()
+    def load_weights(self, weights: NamedTensors, version: int) -> None:
+        if "weights" in self._asleep:
+            raise RuntimeError("the engine's weights are asleep: wake(['weights']) before load_weights")
+        self.weight_version = -1  # until all of them are there
+        held = self.model.state_dict(keep_vars=True)
+        missing = {id(p) for p in self.model.parameters()}
+        for name, tensor in weights:
+            if name not in held:
+                raise ValueError(f"the engine's model has no weight {name!r}: names must be those of {type(self.model).__name__}")
+            if held[name].shape != tensor.shape:
+                raise ValueError(f"weight {name!r} must have shape {tuple(held[name].shape)}, got {tuple(tensor.shape)}")
+            held[name].copy_(tensor)
+            missing.discard(id(held[name]))
+        if missing:
+            names = [name for name, p in self.model.named_parameters() if id(p) in missing]
+            raise ValueError(f"{len(names)} weights were not sent to the engine, the first is {names[0]!r}: send all of them")
+        self.weight_version = version
+
+    def checksum(self) -> int | None:
+        return None if self.weight_version < 0 or self._asleep else checksum(self.model.named_parameters())
+
+    def close(self) -> None:
+        self.model = None
+        self.weight_version = -1
+
+    # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @torch.inference_mode()
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seeds: Sequence[int], log_probs: bool = False
+    ) -> list[Completion]:
+        """See `RolloutEngine.generate`. Greedy log-probs are those of the untruncated distribution at temperature 1.
+
+        Raises:
+            RuntimeError: no usable weights, or asleep.
+            ValueError: a prompt that leaves no room for a response, or sampling options this engine does not have.
+        """
+        self._check_usable(sampling)
+        rows = [self._row(i, p, s, sampling) for i, (p, s) in enumerate(zip(prompts, seeds, strict=True))]
+        stop = _Stop.build(self.context, sampling)
+        order = sorted(rows, key=lambda row: (len(row.prompt), row.prompt))
+        for start in range(0, len(order), self.batch_size):
+            self._generate_batch(order[start : start + self.batch_size], sampling, stop)
+        return [Completion(r.token_ids, r.finish_reason, r.log_probs if log_probs else None) for r in rows]
+
+    def _check_usable(self, sampling: Sampling) -> None:
+        if self.model is None or self._asleep or self.weight_version < 0:
+            raise RuntimeError("the engine holds no usable weights: wake it and load_weights before generate")
+        if sampling.extra:
+            raise ValueError(f"sampling.extra must be empty with the TransformersEngine, got {sorted(sampling.extra)}")
+
+    def _row(self, index: int, prompt: Sequence[int], seed: int, sampling: Sampling) -> _Row:
+        room = self.context.max_model_len - len(prompt)
+        if not prompt or room < 1:
+            raise ValueError(
+                f"a prompt must have 1 to {self.context.max_model_len - 1} tokens (max_model_len is "
+                f"{self.context.max_model_len}), got {len(prompt)}: shorten it or raise max_model_len"
+            )
+        return _Row(tuple(prompt), min(room, sampling.max_completion_length), random.Random(seed))
+
+    def _generate_batch(self, rows: list[_Row], sampling: Sampling, stop: _Stop) -> None:
+        unique = list(dict.fromkeys(row.prompt for row in rows))
+        logits, mask, cache = self._prefill(unique)
+        place = {prompt: i for i, prompt in enumerate(unique)}
+        keep = [place[row.prompt] for row in rows]
+        select = self._index(keep)
+        cache.reorder_cache(select)
+        logits, mask = logits[select], mask[select]
+        while True:
+            step = len(rows[0].token_ids)
+            if step < sampling.min_completion_length:
+                logits[:, stop.ids] = -torch.inf
+            uniforms = torch.tensor([row.rng.random() for row in rows], dtype=torch.float64, device=logits.device)
+            tokens, log_probs = draw(processed_logits(logits, sampling), uniforms, greedy=sampling.temperature == 0)
+            for row, token, log_prob in zip(rows, tokens.tolist(), log_probs.tolist(), strict=True):
+                row.append(token, log_prob, stop)
+            keep = [i for i, row in enumerate(rows) if row.finish_reason == "abort"]
+            if not keep:
+                return
+            if len(keep) < len(rows):
+                select = self._index(keep)
+                cache.reorder_cache(select)
+                tokens, mask, rows = tokens[select], mask[select], [rows[i] for i in keep]
+            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
+            logits = self._forward(tokens[:, None], mask, cache)

@@ -1,0 +1,263 @@
+"""Runs reward functions on a rollout: time limits, isolation of failures, the weighted sum.
+
+    Rollout, texts ─▶ one list per argument ─▶ each function, in a thread, on the event loop or in worker processes
+                   ─▶ values (B,) per function, NaN where it abstains ─▶ Scores
+
+A call that raises or takes longer than the limit is repeated response by response, all of them together within one more
+limit, so that only the culprits are lost. A lost response has total NaN, which leaves it out of its group and of the
+loss. What is wrong for every response is a `RewardError` instead: see `calls`.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+
+from lightning_rlhf.calls import Outcome, Reward, RewardJob
+from lightning_rlhf.rewards import RewardError
+from lightning_rlhf.runners import EventLoop, Inline, Threads, Workers
+from lightning_rlhf.types import Rollout, Scores
+
+Rows: TypeAlias = Sequence[int]
+
+_GRACE = 1.0  # seconds a runner has to report that a job has reached its limit
+
+
+class Scorer:
+    """Runs reward functions and adds up what they say.
+
+    Args:
+        functions: reward functions, or objects that can be called like one.
+        weights: of each in the sum; 1 by default.
+        timeout: seconds that one call may take, and once more the repetition response by response. None: no limit, and
+            functions run in the calling thread, which those need that use signals themselves.
+        workers: processes for plain functions (async ones and objects with ``in_process`` stay here). Each call gets
+            the responses of some prompts, never part of a prompt's. Functions must be importable: no lambda.
+
+    Raises:
+        ValueError: no functions, weights that do not match, or one that cannot be sent to a process.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[Callable[..., Any]],
+        weights: Sequence[float] | None = None,
+        timeout: float | None = 60.0,
+        workers: int = 0,
+    ) -> None:
+        if not functions or not all(callable(f) for f in functions):
+            raise ValueError(f"reward must be a list of functions, got {functions!r}")
+        if weights is not None and len(weights) != len(functions):
+            raise ValueError(f"reward_weights must have one weight per function, {len(functions)}, got {len(weights)}")
+        self.rewards = [Reward(f, name) for f, name in zip(functions, _names(functions), strict=True)]
+        self.weights = [1.0] * len(functions) if weights is None else [float(w) for w in weights]
+        self.timeout = timeout
+        self._here = Inline() if timeout is None else Threads()
+        self._loop, self._pool = EventLoop(), Workers(workers)
+        for reward in self.rewards:
+            if self._runner(reward) is self._pool:
+                _check_pickles(reward)
+
+    def __call__(self, rollout: Rollout, texts: Sequence[str], trainer_state: Any = None) -> Scores:
+        """Score every response.
+
+        Args:
+            rollout: the responses.
+            texts: each one's text.
+            trainer_state: handed to functions that ask for it; with ``workers`` it must pickle.
+
+        Returns:
+            `Scores` whose ``parts`` name every function, on a rank without responses too.
+
+        Raises:
+            RewardError: a function is wrong for every response.
+        """
+        size, arguments = len(rollout), reward_arguments(rollout, texts)
+        n = rollout.sampling.num_generations
+        runs = [_Run(r, self._runner(r), self.timeout, arguments, size, n, trainer_state) for r in self.rewards]
+        for run in runs:
+            if run.reward.is_async:  # in the background while the others run
+                run.start()
+        for run in runs:
+            run.finish()
+        values = torch.stack([run.values for run in runs])
+        lost = torch.stack([run.lost for run in runs]).any(0)
+        weighted = values.nan_to_num() * torch.tensor(self.weights)[:, None]
+        nothing = lost | values.isnan().all(0)
+        return Scores(
+            total=weighted.sum(0).masked_fill(nothing, math.nan),
+            parts={run.reward.name: run.values for run in runs},
+            metrics={name: value for run in runs for name, value in run.metrics.items()},
+            columns={name: column for run in runs for name, column in run.columns.items()},
+            failures=int(lost.sum()),
+        )
+
+    def close(self) -> None:
+        """Stop the background loop and the worker processes; a later call starts them again."""
+        self._loop.close()
+        self._pool.close()
+
+    def _runner(self, reward: Reward) -> Runner:
+        if reward.is_async:
+            return self._loop
+        if self._pool.size and not getattr(reward.function, "in_process", False):
+            return self._pool
+        return self._here
+
+
+Runner: TypeAlias = Inline | EventLoop | Workers
+
+
+class _Run:
+    """One function on one rollout. ``values`` are NaN where it abstained and where ``lost``."""
+
+    def __init__(
+        self,
+        reward: Reward,
+        runner: Runner,
+        timeout: float | None,
+        arguments: dict[str, list[Any]],
+        size: int,
+        num_generations: int,
+        trainer_state: Any,
+    ) -> None:
+        self.reward, self.runner, self.timeout = reward, runner, timeout
+        self.arguments = {name: values for name, values in arguments.items() if reward.takes(name)}
+        self.trainer_state = trainer_state if reward.takes("trainer_state") else None
+        self.size, self.num_generations = size, num_generations
+        self.values = torch.full((size,), math.nan)
+        self.lost = torch.zeros(size, dtype=torch.bool)
+        self.metrics: dict[str, float] = {}
+        self.columns: dict[str, list[Any]] = {}
+        self._weights: dict[str, int] = {}
+        self._error: BaseException | None = None
+        self._pending: tuple[list[Rows], list[Future[Outcome]], float] | None = None
+
+    def start(self) -> None:
+        self._pending = self._submit(self._parts())
+
+    def finish(self) -> None:
+        failed = self._collect(*(self._pending or self._submit(self._parts())))
+        single = [rows for rows in failed if len(rows) == 1]
+        if again := [[row] for rows in failed if len(rows) > 1 for row in rows]:
+            single += self._collect(*self._submit(again))
+        if single:
+            self.lost[[row for rows in single for row in rows]] = True
+            warnings.warn(
+                f"reward {self.reward.name}: {len(single)} of {self.size} responses could not be scored and are left"
+                f" out, the first error: {self._reason()}",
+                stacklevel=3,
+            )
+
+    def _parts(self) -> list[Rows]:
+        """The responses that go into one call: all of them; for processes those of some prompts."""
+        if not self.size:
+            return []
+        if self.reward.per_response and self.reward.is_async:
+            return [[row] for row in range(self.size)]
+        if not isinstance(self.runner, Workers):
+            return [range(self.size)]
+        prompts = self.size // self.num_generations
+        pieces = torch.arange(self.size).view(prompts, -1).tensor_split(min(prompts, 4 * self.runner.size))
+        return [piece.flatten().tolist() for piece in pieces]
+
+    def _submit(self, parts: list[Rows]) -> tuple[list[Rows], list[Future[Outcome]], float]:
+        jobs = [
+            RewardJob(
+                self.reward,
+                {name: [values[row] for row in rows] for name, values in self.arguments.items()},
+                len(rows),
+                self.trainer_state,
+            )
+            for rows in parts
+        ]
+        futures = self.runner.submit(jobs, self.timeout)
+        return parts, futures, time.monotonic()
+
+    def _collect(self, parts: list[Rows], futures: list[Future[Outcome]], since: float) -> list[Rows]:
+        """Take in what came back in time; returns the parts that did not."""
+        left = None if self.timeout is None else max(0.0, since + self.timeout + _GRACE - time.monotonic())
+        late = wait(futures, left).not_done
+        if late:
+            self.runner.give_up()
+        failed = []
+        for rows, future in zip(parts, futures, strict=True):
+            error = TimeoutError() if future in late else future.exception()
+            if isinstance(error, RewardError):
+                raise RewardError(f"reward {self.reward.name} {error}") from error
+            if isinstance(error, ImportError):
+                raise RewardError(f"reward {self.reward.name} cannot be run: {error}") from error
+            if error is None:
+                self._take(rows, future.result())
+            else:
+                self._error = self._error or error
+                failed.append(rows)
+        return failed
+
+    def _take(self, rows: Rows, outcome: Outcome) -> None:
+        self.values[list(rows)] = torch.tensor(outcome.values)
+        for name, value in outcome.metrics.items():  # the mean over the responses of all calls that logged it
+            seen = self._weights.get(name, 0)
+            self.metrics[name] = (self.metrics.get(name, 0.0) * seen + value * len(rows)) / (seen + len(rows))
+            self._weights[name] = seen + len(rows)
+        for name, values in outcome.columns.items():
+            column = self.columns.setdefault(name, [None] * self.size)
+            for row, value in zip(rows, values, strict=True):
+                column[row] = value
+
+    def _reason(self) -> str:
+        if isinstance(self._error, TimeoutError):
+            return f"no result within {self.timeout:g} s"
+        text = str(self._error)
+        if not isinstance(self._error, RuntimeError):
+            text = f"{type(self._error).__name__}: {text}"
+        if "signal only works in main thread" in text or "signal.alarm" in text:
+            return f"{text} (functions that use signals need a worker process, or no time limit)"
+        return text
+
+
+def _check_pickles(reward: Reward) -> None:
+    try:
+        pickle.dumps(reward)
+    except Exception as error:
+        raise ValueError(
+            f"reward {reward.name} cannot be sent to a worker process ({error}): define it in a module, or set no workers"
+        ) from error
+
+
+def _names(functions: Sequence[Callable[..., Any]]) -> list[str]:
+    """``__name__`` or the class's name; with a number where several have the same."""
+    names: list[str] = []
+    for function in functions:
+        plain = function.func if isinstance(function, partial) else function
+        name = getattr(plain, "__name__", type(plain).__name__)
+        same = sum(other == name or other.rpartition("_")[0] == name for other in names)
+        names.append(f"{name}_{same + 1}" if name in names else name)
+    return names
+
+
+def reward_arguments(rollout: Rollout, texts: Sequence[str]) -> dict[str, list[Any]]:
+    """What reward functions are called with: lists with one entry per response, prompt-major."""
+    prompts, n = rollout.prompts, rollout.sampling.num_generations
+
+    def repeat(values: Sequence[Any]) -> list[Any]:
+        return [value for value in values for _ in range(n)]
+
+    raw = repeat(prompts.raw)
+    return {
+        **{name: repeat(values) for name, values in prompts.columns.items()},
+        "prompts": raw,
+        "completions": [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(raw, texts, strict=True)
+        ],
+        "completion_ids": [completion.token_ids for completion in rollout.completions],
+    }

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from lightning_rlhf.packing import attention_cost, pack, plan
+from lightning_rlhf.types import IGNORE
+
+
+def test_the_stream_holds_whole_sequences_with_labels_shifted_inside_each():
+    packed = pack([torch.tensor([5, 6, 7, 8]), torch.tensor([9, 10, 11])], [2, 1])
+    assert packed.input_ids.tolist() == [5, 6, 7, 8, 9, 10, 11]
+    assert packed.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2]
+    assert packed.labels.tolist() == [IGNORE, 7, 8, IGNORE, 10, 11, IGNORE]
+    assert packed.rows.tolist() == [1, 2, 4, 5]
+    assert packed.cu_seqlens.tolist() == [0, 4, 7]
+    assert packed.max_length == 4
+
+
+def test_unpacking_puts_each_value_at_its_response_token():
+    sequences, prompts = [torch.arange(7), torch.arange(100, 103), torch.arange(50, 55)], [3, 2, 5]
+    packed = pack(sequences, prompts)
+    labels = packed.unpack(packed.labels.float())
+    assert labels.tolist() == [[3, 4, 5, 6], [102, 0, 0, 0], [0, 0, 0, 0]]
+    assert packed.response_mask.sum(1).tolist() == [4, 1, 0]
+
+
+@pytest.mark.parametrize("multiple", [2, 4, 8])
+def test_padding_is_a_sequence_of_its_own(multiple):
+    packed = pack([torch.arange(5), torch.arange(4)], [1, 1], multiple)
+    assert len(packed.input_ids) % multiple == 0
+    assert packed.real_tokens == 9
+    assert packed.cu_seqlens[2] == 9
+    assert (packed.labels[9:] == IGNORE).all()
+
+
+def test_a_rank_without_work_gets_a_stream_of_padding():
+    packed = pack([], [], 4)
+    assert len(packed.input_ids) == 4
+    assert packed.unpack(torch.ones(4)).shape == (0, 1)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_plan_holds_every_sequence_once_within_budget_and_equally_often_on_all_ranks(seed):
+    rng = random.Random(seed)
+    lengths = [max(1, min(400, int(rng.lognormvariate(4, 1)))) for _ in range(rng.randint(1, 60))]
+    ranks, budget = rng.choice([1, 2, 3, 4]), rng.choice([400, 512, 2000])
+    bins = plan(lengths, ranks, budget, attention_cost(64))
+    assert sorted(i for rank in bins for members in rank for i in members) == list(range(len(lengths)))
+    assert len({len(rank) for rank in bins}) == 1
+    assert all(sum(lengths[i] for i in members) <= budget for rank in bins for members in rank)
+
+
+def test_very_unequal_lengths_are_balanced_over_data_ranks():
+    lengths = [1000] * 3 + [10] * 300
+    bins = plan(lengths, 2, 4096)
+    loads = [sum(lengths[i] for members in rank for i in members) for rank in bins]
+    assert max(loads) / min(loads) < 1.05
+
+
+def test_fewer_sequences_than_ranks_leave_empty_bins():
+    assert sorted(map(len, (members for rank in plan([5, 5], 4, 8) for members in rank))) == [0, 0, 1, 1]
+
+
+def test_a_sequence_beyond_the_budget_is_an_error_with_both_numbers():
+    with pytest.raises(ValueError, match="a sequence of 9 tokens does not fit the budget of 8"):
+        plan([3, 9], 1, 8)
