@@ -152,14 +152,17 @@ def _numbers(raw: Any, size: int) -> list[float]:
         raise RewardError(f"must return a list with one number per response, {size}, got {type(raw).__name__}")
     if len(values) != size:
         raise RewardError(f"must return one number per response, {size}, got {len(values)}")
-    numbers = []
-    for value in values:
-        try:
-            numbers.append(math.nan if value is None else float(value))
-        except (TypeError, ValueError):
-            numbers.append(None)
-        if numbers[-1] is None or isinstance(value, str):
-            raise RewardError(f"must return numbers or None, got {type(value).__name__} {str(value)[:40]!r}")
-        if math.isinf(numbers[-1]):
-            raise ValueError(f"returned {value}")
-    return numbers
+    return [math.nan if value is None else _number(value) for value in values]
+
+
+def _number(value: Any) -> float:
+    value = value.item() if hasattr(value, "item") else value
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if math.isnan(number) and not isinstance(value, float):
+        raise RewardError(f"must return numbers or None, got {type(value).__name__} {str(value)[:40]!r}")
+    if math.isinf(number):
+        raise ValueError(f"returned {value}")
+    return number

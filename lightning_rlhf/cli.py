@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
-from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
@@ -37,6 +36,8 @@ class RLHFParser(LightningArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:  # an inner parser that tries one of several types
+            super().error(message, ex)
         fail(message, code=2)
 
 
@@ -51,8 +52,9 @@ class RLHFCLI(LightningCLI):
             subclass_mode_data=True,
             auto_configure_optimizers=False,
             save_config_kwargs={"overwrite": True},
+            parser_class=RLHFParser,
             parser_kwargs={"allow_abbrev": False},
-            args=list(sys.argv[1:] if args is None else args),
+            args=None if args is None else list(args),
         )
 
     @staticmethod
@@ -63,11 +65,6 @@ class RLHFCLI(LightningCLI):
             "validate": dataloaders,
             "test": dataloaders,
         }
-
-    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        parser = RLHFParser(**kwargs)
-        parser.add_argument("-c", "--config", action="config", help="YAML file; may be given several times")
-        return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(RolloutCallback, "rollout")
@@ -81,11 +78,6 @@ class RLHFCLI(LightningCLI):
                 "trainer.callbacks": [{"class_path": f"lightning_rlhf.{name}"} for name in OBSERVERS],
             }
         )
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        super().parse_arguments(parser, args)
-        if isinstance(self.config, Namespace) and "subcommand" not in self.config:
-            fail(f"say what to do: lightning-rlhf {{{','.join(self.subcommands())}}} --config FILE", code=2)
 
 
 def fail(message: str, code: int = 1) -> NoReturn:

@@ -1,93 +1,29 @@
-"""Which data rank gets which prompts, and where a resumed run goes on.
+"""The prompts of a run, as a LightningDataModule.
 
     rows ─▶ PromptTable (prompts.py) ─▶ PromptLoader ─▶ {"prompts": Prompts}, one batch per iteration
                                            ▲
           PromptSampler: (seed, epoch) ─▶ order ─▶ global batches ─▶ this data rank's piece of each
 
-``batch_size`` counts prompts over ALL data ranks, so nothing depends on the number of GPUs. Rank r of dp takes the r-th
-contiguous piece of every global batch: gathered in rank order, the pieces are the batch. The ranks of one
+``batch_size`` counts prompts over ALL data ranks, so nothing depends on the number of GPUs. The ranks of one
 sequence-parallel group are one data rank and see the same prompts.
-
-Resume needs no data-loader state: the order is a pure function of (seed, epoch), and the place in it is read from the
-trainer's own counters when the first batch is asked for, which is after a checkpoint has set them. It holds on another
-number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
-from torch.utils.data import Sampler
 
 from lightning_rlhf.prompts import PromptEncoder, PromptTable, Rows, TaskRows, first_line, read_rows
+from lightning_rlhf.sampler import PromptSampler, fit_position
 from lightning_rlhf.types import Prompts
 
 if TYPE_CHECKING:
-    from jaxtyping import Int
     from transformers import PreTrainedTokenizerBase
-
-
-class PromptSampler(Sampler[list[int]]):
-    """This data rank's piece of each global batch, as positions in the set.
-
-    Every rank gets the same number of batches. With ``drop_last`` an incomplete last batch is left out (the next
-    epoch's order is another). Without it is split as evenly as it goes: each position comes exactly once over all
-    ranks, and a piece may be EMPTY, because generation and scoring contain collectives and no rank may skip a batch.
-
-    Args:
-        size: number of prompts.
-        batch_size: prompts per batch over all data ranks.
-        num_replicas: data ranks.
-        rank: this data rank.
-        shuffle: a new order each epoch instead of the set's own.
-        seed: of the order.
-        drop_last: leave out an incomplete last batch.
-        position: (epoch, batches of it already done); asked when the first batch is wanted.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        batch_size: int,
-        *,
-        num_replicas: int = 1,
-        rank: int = 0,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = True,
-        position: Callable[[], tuple[int, int]] = lambda: (0, 0),
-    ) -> None:
-        self.size, self.batch_size = size, batch_size
-        self.num_replicas, self.rank = num_replicas, rank
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.position = position
-
-    def order(self, epoch: int) -> Int[Tensor, "N"]:
-        """All positions, as ``epoch`` goes through them."""
-        if not self.shuffle:
-            return torch.arange(self.size)
-        return torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        epoch, done = self.position()
-        batches = self.order(epoch).split(self.batch_size)[: len(self)]
-        for batch in batches[done % max(len(self), 1) :]:
-            yield batch.tensor_split(self.num_replicas)[self.rank].tolist()
-
-    def __len__(self) -> int:
-        return self.size // self.batch_size if self.drop_last else -(-self.size // self.batch_size)
-
-
-def fit_position(trainer: pl.Trainer) -> tuple[int, int]:
-    """(epoch, batches of it already done) by the trainer's counters, true once the epoch's first batch is asked for."""
-    return trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 class PromptLoader:
@@ -113,8 +49,8 @@ class PromptLoader:
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         if state_dict != self.state_dict():
             rank_zero_warn(
-                f"data: the checkpoint was written with {state_dict}, this run has {self.state_dict()}: the epoch goes on"
-                " at the same batch number, but in another order, so prompts may come twice in it or not at all"
+                f"data: the checkpoint was written with {state_dict}, this run has {self.state_dict()}: the epoch goes"
+                " on at the same batch number, but in another order, so prompts may come twice in it or not at all"
             )
 
 
@@ -156,15 +92,15 @@ class PromptDataModule(pl.LightningDataModule):
         path: str | None = None,
         task: str | None = None,
         task_args: dict[str, Any] | None = None,
-        task_size: PositiveInt = 5000,  # type: ignore[assignment]
+        task_size: PositiveInt = 5000,
         subset: str | None = None,
         split: str = "train",
         val_path: str | None = None,
         val_split: str | None = None,
         val_task: str | None = None,
         val_task_args: dict[str, Any] | None = None,
-        val_size: NonNegativeInt = 0,  # type: ignore[assignment]
-        batch_size: PositiveInt = 128,  # type: ignore[assignment]
+        val_size: NonNegativeInt = 0,
+        batch_size: PositiveInt = 128,
         val_batch_size: PositiveInt | None = None,
         max_prompt_length: PositiveInt | None = None,
         overlong: Literal["drop", "error"] = "drop",
@@ -308,7 +244,7 @@ class PromptDataModule(pl.LightningDataModule):
         sampler = PromptSampler(
             len(self.train_table),
             self.batch_size,
-            shuffle=self.shuffle and not (trainer and trainer.overfit_batches),
+            shuffle=self.shuffle and not getattr(trainer, "overfit_batches", 0),
             seed=self.seed,
             position=(lambda: fit_position(trainer)) if trainer else (lambda: (0, 0)),
             **self._ranks,

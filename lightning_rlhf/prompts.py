@@ -33,7 +33,7 @@ _CHUNK = 1024
 
 
 def read_rows(path: str, split: str = "train", subset: str | None = None) -> Rows:
-    """The rows of a file, a folder, a hub data set, or the dotted path of an iterable of dicts or function returning one.
+    """The rows of a file, a folder, a hub data set, or a dotted path to an iterable of dicts or a function giving one.
 
     Arrow files are made in the Hugging Face cache and memory-mapped; nothing is written beside the user's file.
 
@@ -141,6 +141,8 @@ class TaskRows(Sequence[Row]):
         return len(self.entries)
 
     def __getitem__(self, number: Any) -> Any:
+        if not 0 <= number < len(self):
+            raise IndexError(number)  # the task itself would make any row
         entry = self.entries[number]
         shared = {"task": self.task, "task_args": self.args}
         return {"prompt": entry["question"], "answer": entry["answer"], **shared, "entry": entry}
@@ -214,7 +216,7 @@ class PromptEncoder:
         ends = "continue_final_message" if messages[-1]["role"] == "assistant" else "add_generation_prompt"
         arguments = {**(self.template_args or {}), ends: True}
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
         except Exception as error:
             raise ValueError(f"is refused by the chat template: {first_line(error)}") from error
 

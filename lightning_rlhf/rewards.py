@@ -231,22 +231,22 @@ class RewardModel:
 
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            model = AutoModelForSequenceClassification.from_pretrained(
-                self.path, num_labels=1, dtype=getattr(torch, self.dtype)
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                self.path, num_labels=1, dtype=getattr(torch, self.dtype), output_loading_info=True
             )
             tokenizer = AutoTokenizer.from_pretrained(self.path)
         except (OSError, ValueError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise RewardError(f"RewardModel.path: {self.path!r} is no model with one label ({reason})") from error
+            raise RewardError(f"cannot load {self.path!r} as a model with one label ({reason})") from error
+        if lacking := ", ".join(sorted(report["missing_keys"])):  # a language model: the head would be random
+            raise RewardError(f"needs a trained reward model, but {self.path!r} lacks {lacking}")
         return model.to(device).eval().requires_grad_(False), tokenizer
 
     def _ids(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Completion) -> list[int]:
         if isinstance(prompt, str) and not self.chat_template:
             return tokenizer(prompt + text_of(completion))["input_ids"]
         if not tokenizer.chat_template:
-            raise RewardError(
-                f"RewardModel: the tokenizer of {self.path!r} has no chat template, which conversations need"
-            )
+            raise RewardError(f"needs a chat template for conversations, which the tokenizer of {self.path!r} has not")
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         text = tokenizer.apply_chat_template(
             [*asked, {"role": "assistant", "content": text_of(completion)}], tokenize=False
@@ -260,15 +260,15 @@ def _classify(model: PreTrainedModel, batch: list[list[int]]) -> list[float]:
     Classification heads find the last token as the last that is not the padding id. An id that no sequence contains is
     therefore the padding: an EOS that doubles as padding id would not be counted as a token.
     """
-    longest = max(map(len, batch))
-    unused = set(range(model.config.vocab_size)).difference(*batch)
+    longest, config = max(map(len, batch)), model.config.get_text_config()
+    unused = set(range(config.vocab_size)).difference(*batch)
     if not unused and len(batch) > 1:
         return [score for ids in batch for score in _classify(model, [ids])]
-    model.config.pad_token_id = padding = min(unused, default=None)
+    config.pad_token_id = padding = min(unused, default=None)
     filled = [ids + [padding or 0] * (longest - len(ids)) for ids in batch]
     attention = [[1] * len(ids) + [0] * (longest - len(ids)) for ids in batch]
-    to = {"dtype": torch.int64, "device": model.device}
-    logits = model(input_ids=torch.tensor(filled, **to), attention_mask=torch.tensor(attention, **to)).logits
+    tensors = {"input_ids": torch.tensor(filled), "attention_mask": torch.tensor(attention)}
+    logits = model(**{name: tensor.to(model.device) for name, tensor in tensors.items()}).logits
     return logits[:, 0].float().tolist()
 
 

@@ -209,9 +209,9 @@ class _Worker:
         try:
             self.pipe.send_bytes(payload)
             reply = self.pipe.recv() if self.pipe.poll(None if math.isinf(left) else left) else None
-        except (EOFError, OSError) as error:
+        except (EOFError, OSError) as gone:
             self.kill()
-            raise RuntimeError("the worker process died") from error
+            raise RuntimeError("the worker process died") from gone
         if reply is None:
             self.kill()
             raise TimeoutError

@@ -26,7 +26,7 @@ from lightning_rlhf.rewards import RewardError
 from lightning_rlhf.runners import EventLoop, Inline, Threads, Workers
 from lightning_rlhf.types import Rollout, Scores
 
-Rows: TypeAlias = Sequence[int]
+Rows: TypeAlias = list[int]
 
 _GRACE = 1.0  # seconds a runner has to report that a job has reached its limit
 
@@ -164,7 +164,7 @@ class _Run:
         if self.reward.per_response and self.reward.is_async:
             return [[row] for row in range(self.size)]
         if not isinstance(self.runner, Workers):
-            return [range(self.size)]
+            return [list(range(self.size))]
         prompts = self.size // self.num_generations
         pieces = torch.arange(self.size).view(prompts, -1).tensor_split(min(prompts, 4 * self.runner.size))
         return [piece.flatten().tolist() for piece in pieces]
@@ -203,7 +203,7 @@ class _Run:
         return failed
 
     def _take(self, rows: Rows, outcome: Outcome) -> None:
-        self.values[list(rows)] = torch.tensor(outcome.values)
+        self.values[rows] = torch.tensor(outcome.values)
         for name, value in outcome.metrics.items():  # the mean over the responses of all calls that logged it
             seen = self._weights.get(name, 0)
             self.metrics[name] = (self.metrics.get(name, 0.0) * seen + value * len(rows)) / (seen + len(rows))
@@ -229,7 +229,7 @@ def _check_pickles(reward: Reward) -> None:
         pickle.dumps(reward)
     except Exception as error:
         raise ValueError(
-            f"reward {reward.name} cannot be sent to a worker process ({error}): define it in a module, or set no workers"
+            f"reward {reward.name} cannot be sent to a worker process ({error}): define it in a module, or no workers"
         ) from error
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from toys import spawn
 
 from lightning_rlhf.modules.metrics import Metrics
 
@@ -89,10 +88,7 @@ def test_one_name_is_one_kind() -> None:
         metrics.reduce()
 
 
-def _rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-
+def two_ranks(rank: int) -> dict[str, float]:
     def all_reduce(vector: Tensor, how: str) -> Tensor:
         dist.all_reduce(vector, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how])
         return vector
@@ -105,13 +101,10 @@ def _rank(rank: int, folder: str) -> None:
     metrics.mean("only_on_1", 8.0, float(rank))
     metrics.sum("failures", rank + 1)
     metrics.max("length", torch.tensor([10 - rank]))
-    torch.save(metrics.reduce(all_reduce), os.path.join(folder, f"{rank}.pt"))
-    dist.destroy_process_group()
+    return metrics.reduce(all_reduce)
 
 
 def test_two_ranks_get_the_same_token_weighted_numbers() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, args=(folder,), nprocs=2)
-        first, second = (torch.load(os.path.join(folder, f"{rank}.pt")) for rank in range(2))
+    first, second = spawn(two_ranks, 2)
     assert first == second
     assert first == {"loss": 1.25, "kl": 5.25, "only_on_1": 8.0, "failures": 3.0, "length": 10.0}

@@ -72,12 +72,11 @@ class IterationCheckpoint(ModelCheckpoint):
         )
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        resumes = trainer.ckpt_path is not None  # then a folder with checkpoints in it is no surprise
-        with _ignored("Checkpoint directory .* exists and is not empty", resumes):
+        with _ignored("Checkpoint directory .* exists and is not empty"):  # that is what resuming looks like
             super().setup(trainer, pl_module, stage)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        with _ignored("The dirpath has changed from", True):  # as it does with each new version of a logger's folder
+        with _ignored("The dirpath has changed from"):  # as it does with each new version of a logger's folder
             super().load_state_dict(state_dict)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -154,8 +153,7 @@ def _stops_early(trainer: pl.Trainer) -> bool:
 
 
 @contextmanager
-def _ignored(message: str, when: bool) -> Iterator[None]:
+def _ignored(message: str) -> Iterator[None]:
     with warnings.catch_warnings():
-        if when:
-            warnings.filterwarnings("ignore", message=message)
+        warnings.filterwarnings("ignore", message=message)
         yield

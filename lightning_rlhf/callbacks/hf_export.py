@@ -18,7 +18,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
+
 
 class HFExport(pl.Callback):
     """Exports the policy every n iterations and at the end of training.
@@ -60,23 +62,33 @@ class HFExport(pl.Callback):
             self._export(trainer, pl_module)
 
     def _export(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """A collective. A failure to write on rank 0 is raised on all ranks, so that none waits for it."""
         if trainer.fast_dev_run or self._exported_at == trainer.global_step:  # type: ignore[attr-defined]
             return
         self._exported_at = trainer.global_step
         assert self.dirpath is not None
-        weights = _gather_on_first_rank(pl_module.actor, trainer.is_global_zero)
-        failure = None
-        if trainer.is_global_zero:
-            try:
-                trust = bool(pl_module.hparams.get("trust_remote_code", False))
-                target = Path(self.dirpath) / f"iteration_{trainer.global_step:06d}"
-                write_folder(target, weights, pl_module.model_path, pl_module.tokenizer, trust)
-            except Exception as error:
-                failure = f"{type(error).__name__}: {error}"
-        failure = trainer.strategy.broadcast(failure)
-        if failure is not None:
-            raise RuntimeError(f"the Hugging Face export to {self.dirpath} failed: {failure}")
+        target = Path(self.dirpath) / f"iteration_{trainer.global_step:06d}"
+        trust = bool(getattr(pl_module, "trust_remote_code", False))
+        export(pl_module.actor, target, pl_module.model_path, pl_module.tokenizer, trainer.strategy, trust)
+
+
+def export(
+    actor: Any, target: Path, model_path: str, tokenizer: Any, strategy: Strategy, trust_remote_code: bool = False
+) -> None:
+    """Gather the weights of ``actor`` and write them on rank 0: a collective, see `write_folder`.
+
+    Raises:
+        RuntimeError: on every rank if rank 0 could not write, so that none waits for it.
+    """
+    weights = _gather_on_first_rank(actor, strategy.is_global_zero)
+    failure = None
+    if strategy.is_global_zero:
+        try:
+            write_folder(target, weights, model_path, tokenizer, trust_remote_code)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+    failure = strategy.broadcast(failure)
+    if failure is not None:
+        raise RuntimeError(f"the Hugging Face export to {target} failed: {failure}")
 
 
 def write_folder(

@@ -2,7 +2,7 @@
 
     perf/memory_allocated_gb   peak of tensors in torch's allocator during the iteration (CUDA)
     perf/memory_reserved_gb    peak of what the allocator held
-    memory_gb/<phase>          peak of allocated tensors inside each phase
+    memory_gb/<phase>          peak of allocated tensors inside each phase, 0 if it was skipped
     perf/cpu_memory_gb         resident memory of the process on the host
 
 What an inference engine keeps in a memory pool of its own is not torch's and is not in these numbers. An observer: it
@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections import defaultdict
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,7 +27,7 @@ class Memory(pl.Callback):
 
     def __init__(self) -> None:
         self._open: list[str] = []
-        self._phases: dict[str, int] = defaultdict(int)
+        self._phases: dict[str, int] = {}
         self._allocated = 0
         self._reserved = 0
 
@@ -75,13 +74,13 @@ class Memory(pl.Callback):
         """Credit the peak since the last edge to the iteration and to all open phases, and start a new one."""
         peak = torch.cuda.max_memory_allocated()
         for name in self._open:
-            self._phases[name] = max(self._phases[name], peak)
+            self._phases[name] = max(self._phases.get(name, 0), peak)
         self._allocated = max(self._allocated, peak)
         self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())
         torch.cuda.reset_peak_memory_stats()
 
     def _clear(self) -> None:
-        self._phases.clear()
+        self._phases = dict.fromkeys(self._phases, 0)
         self._allocated = self._reserved = 0
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from fsspec.core import url_to_fs
-from lightning.pytorch.utilities import rank_zero_warn
 from rich import get_console
 from rich.table import Table
 from rich.text import Text
@@ -26,14 +25,13 @@ Columns = dict[str, list[Any]]
 
 
 class Samples(pl.Callback):
-    """Shows and stores samples; warns when most responses are cut off.
+    """Shows and stores samples.
 
     Args:
         every_n_iterations: between two looks at the training rollout.
         rows: responses in the console table, 0 for no table.
         max_characters: longest prompt or response in the table; the middle of longer ones is left out.
         save: write the parquet files.
-        patience: warn when more than half of the responses reached the length limit in so many iterations in a row.
     """
 
     def __init__(
@@ -42,13 +40,11 @@ class Samples(pl.Callback):
         rows: int = 4,
         max_characters: int = 400,
         save: bool = True,
-        patience: int = 3,
     ) -> None:
         for name, value, least in (
             ("every_n_iterations", every_n_iterations, 1),
             ("rows", rows, 0),
             ("max_characters", max_characters, 10),
-            ("patience", patience, 1),
         ):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
@@ -56,16 +52,13 @@ class Samples(pl.Callback):
         self.rows = rows
         self.max_characters = max_characters
         self.save = save
-        self.patience = patience
         self.folder = ""
-        self._truncated_in_a_row = 0
         self._validation: list[Columns] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         self.folder = os.path.join(trainer.log_dir or trainer.default_root_dir, "samples")  # a collective: all ranks
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._warn_of_truncation(batch["rollout"])
         if trainer.is_global_zero and trainer.global_step % self.every_n_iterations == 0:
             columns = sample_columns(
                 batch["rollout"], pl_module.last_scores, pl_module.tokenizer, pl_module.last_experience
@@ -96,15 +89,6 @@ class Samples(pl.Callback):
         if self.save and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             write_parquet(
                 {"iteration": [step] * len(columns["prompt"])} | columns, f"{self.folder}/{kind}_{step:06d}.parquet"
-            )
-
-    def _warn_of_truncation(self, rollout: Rollout) -> None:
-        cut = sum(c.finish_reason == "length" for c in rollout.completions)
-        self._truncated_in_a_row = self._truncated_in_a_row + 1 if 2 * cut > len(rollout) else 0
-        if self._truncated_in_a_row == self.patience:
-            rank_zero_warn(
-                f"more than half of the responses were cut off at {rollout.sampling.max_completion_length} tokens in"
-                f" {self.patience} iterations in a row: raise rollout.sampling.max_completion_length"
             )
 
 

@@ -1,11 +1,11 @@
 """Where the time goes, tokens per second, and model FLOPs utilisation, once per iteration.
 
-    timing_s/<phase>          seconds inside the spans that the module and the `RolloutCallback` open
-    timing_s/step             wall time from the end of one iteration to the end of the next, validation excluded
-    perf/throughput           prompt and response tokens of all ranks / (step seconds · GPUs)
-    perf/mfu                  FLOPs of the update / (update seconds · GPUs · peak), matmul parameters only
-    perf/mfu_conventional     the same with the embedding look-up counted (comparable with published figures)
-    perf/padding_efficiency   share of the packed streams that is no padding
+    timing_s/<phase>          seconds inside the spans that the module and the `RolloutCallback` open, 0 if it was
+    skipped timing_s/step             wall time from the end of one iteration to the end of the next, validation
+    excluded perf/throughput           prompt and response tokens of all ranks / (step seconds · GPUs) perf/mfu
+    FLOPs of the update / (update seconds · GPUs · peak), matmul parameters only perf/mfu_conventional     the same
+    with the embedding look-up counted (comparable with published figures) perf/padding_efficiency   share of the
+    packed streams that is no padding
 
 An observer: removing it changes no result. A checkpoint is written after an iteration's metrics are, so its seconds
 are part of the following iteration.
@@ -37,6 +37,7 @@ class Throughput(pl.Callback):
         self._since = 0.0
         self._paused_at = 0.0
         self._before_validation: dict[str, float] = {}
+        self._seen: set[str] = set()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         pl_module.phases.take()
@@ -57,7 +58,8 @@ class Throughput(pl.Callback):
         seconds = pl_module.phases.take()
         lengths = [len(s) for s in pl_module.last_experience.sequences]
         packing = pl_module.packing
-        metrics = {f"timing_s/{name}": s for name, s in seconds.items()}
+        self._seen |= seconds.keys()  # Lightning repeats the last value of a metric that is not logged again
+        metrics = {f"timing_s/{name}": seconds.get(name, 0.0) for name in self._seen}
         metrics |= self._utilisation(trainer, pl_module, lengths, seconds.get("update", 0.0))
         if packing["padded_tokens"]:
             metrics["perf/padding_efficiency"] = packing["real_tokens"] / packing["padded_tokens"]

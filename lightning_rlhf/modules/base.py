@@ -129,7 +129,7 @@ class RLHFLightningModule(pl.LightningModule):
         mini_batches: PositiveInt = 1,
         micro_batch_tokens: PositiveInt = 16384,
         lr: PositiveFloat = 1e-6,
-        optimizer: OptimizerCallable = torch.optim.AdamW,
+        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, weight_decay=0.0),
         lr_schedule: Schedule = "constant",
         warmup_steps: NonNegativeInt = 0,
         min_lr_ratio: NonNegativeFloat = 0.0,

@@ -157,6 +157,7 @@ def build_policy(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, froz
         _checkpoint_layers(model)
     strategy.shard(policy, policy.units, frozen=frozen)
     strategy.materialize(policy)
+    model.tie_weights()  # type: ignore[operator]  # allocating visits each name on its own
     load_pretrained(policy, settings.path, strategy, lambda name: name.removeprefix("model."))
     return policy.eval() if frozen else policy.train()
 

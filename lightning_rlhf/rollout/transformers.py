@@ -15,9 +15,10 @@ in float32).
 from __future__ import annotations
 
 import inspect
+import math
 import os.path
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -92,14 +93,20 @@ class TransformersEngine(RolloutEngine):
         missing = {id(p) for p in self.model.parameters()}
         for name, tensor in weights:
             if name not in held:
-                raise ValueError(f"the engine's model has no weight {name!r}: names must be those of {type(self.model).__name__}")
+                raise ValueError(
+                    f"the engine's model has no weight {name!r}: names must be those of {type(self.model).__name__}"
+                )
             if held[name].shape != tensor.shape:
-                raise ValueError(f"weight {name!r} must have shape {tuple(held[name].shape)}, got {tuple(tensor.shape)}")
+                raise ValueError(
+                    f"weight {name!r} must have shape {tuple(held[name].shape)}, got {tuple(tensor.shape)}"
+                )
             held[name].copy_(tensor)
             missing.discard(id(held[name]))
         if missing:
             names = [name for name, p in self.model.named_parameters() if id(p) in missing]
-            raise ValueError(f"{len(names)} weights were not sent to the engine, the first is {names[0]!r}: send all of them")
+            raise ValueError(
+                f"{len(names)} weights were not sent to the engine, the first is {names[0]!r}: send all of them"
+            )
         self.weight_version = version
 
     def checksum(self) -> int | None:
@@ -122,7 +129,7 @@ class TransformersEngine(RolloutEngine):
             ValueError: a prompt that leaves no room for a response, or sampling options this engine does not have.
         """
         self._check_usable(sampling)
-        rows = [self._row(i, p, s, sampling) for i, (p, s) in enumerate(zip(prompts, seeds, strict=True))]
+        rows = [self._row(prompt, seed, sampling) for prompt, seed in zip(prompts, seeds, strict=True)]
         stop = _Stop.build(self.context, sampling)
         order = sorted(rows, key=lambda row: (len(row.prompt), row.prompt))
         for start in range(0, len(order), self.batch_size):
@@ -135,7 +142,7 @@ class TransformersEngine(RolloutEngine):
         if sampling.extra:
             raise ValueError(f"sampling.extra must be empty with the TransformersEngine, got {sorted(sampling.extra)}")
 
-    def _row(self, index: int, prompt: Sequence[int], seed: int, sampling: Sampling) -> _Row:
+    def _row(self, prompt: Sequence[int], seed: int, sampling: Sampling) -> _Row:
         room = self.context.max_model_len - len(prompt)
         if not prompt or room < 1:
             raise ValueError(
@@ -169,3 +176,135 @@ class TransformersEngine(RolloutEngine):
                 tokens, mask, rows = tokens[select], mask[select], [rows[i] for i in keep]
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
             logits = self._forward(tokens[:, None], mask, cache)
+
+    def _prefill(
+        self, prompts: list[tuple[int, ...]]
+    ) -> tuple[Float[Tensor, "U V"], Bool[Tensor, "U L"], DynamicCache]:
+        """Next-token logits, mask and cache of different prompts; the beginning they have in common is computed once."""
+        cache = DynamicCache(config=self.model.config)
+        shared = self._shared_length(prompts)
+        head = torch.ones(len(prompts), shared, dtype=torch.bool, device=self.context.device)
+        if shared:
+            self._forward(self._index([prompts[0][:shared]]), head[:1], cache)
+            cache.reorder_cache(self._index([0] * len(prompts)))
+        ids, mask = left_pad([prompt[shared:] for prompt in prompts], self.context.pad_token_id)
+        mask = torch.cat([head, mask.to(head.device)], 1)
+        return self._forward(ids.to(head.device), mask, cache), mask, cache
+
+    def _shared_length(self, prompts: list[tuple[int, ...]]) -> int:
+        """Tokens of the common prefix worth a forward pass of their own.
+
+        Padding then lies between prefix and rest, which a sliding window (counted in cache slots) would miscount.
+        """
+        if not self._full_attention:
+            return 0
+        shared = min(len(os.path.commonprefix(prompts)), min(map(len, prompts)) - 1)
+        return shared if shared * (len(prompts) - 1) >= _WORTH_A_PASS else 0
+
+    def _forward(self, ids: Int[Tensor, "B q"], mask: Bool[Tensor, "B L"], cache: DynamicCache) -> Float[Tensor, "B V"]:
+        positions = (mask.cumsum(-1) - 1).clamp_(min=0)[:, -ids.shape[1] :]
+        optional = {"position_ids": positions, "logits_to_keep": self._index([ids.shape[1] - 1])}
+        arguments = {k: v for k, v in optional.items() if k in self._forward_arguments}
+        out = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **arguments)
+        return out.logits[:, -1].float()
+
+    def _index(self, values: Sequence[Any]) -> Int[Tensor, "..."]:
+        return torch.tensor(values, device=self.context.device)
+
+
+_WORTH_A_PASS = 64
+"""Prompt tokens that a common prefix must save before it gets a forward pass of its own."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """A response in the making; "abort" as long as it is not finished."""
+
+    prompt: tuple[int, ...]
+    limit: int
+    rng: random.Random
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    finish_reason: Literal["stop", "length", "abort"] = "abort"
+
+    def append(self, token: int, log_prob: float, stop: _Stop) -> None:
+        self.token_ids.append(token)
+        self.log_probs.append(log_prob)
+        if stop.ends(self.token_ids):
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self.limit:
+            self.finish_reason = "length"
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """What ends a response: token ids, and strings in the decoded text."""
+
+    ids: list[int]
+    strings: tuple[str, ...]
+    min_length: int
+    tokenizer: Any
+
+    @classmethod
+    def build(cls, context: EngineSetup, sampling: Sampling) -> _Stop:
+        if sampling.ignore_eos:
+            return cls([], (), 0, None)
+        ids = sorted({*context.eos_token_ids, *sampling.stop_token_ids})
+        tokenizer = None
+        if sampling.stop:
+            tokenizer = AutoTokenizer.from_pretrained(context.model, trust_remote_code=context.trust_remote_code)
+        return cls(ids, sampling.stop, sampling.min_completion_length, tokenizer)
+
+    def ends(self, token_ids: list[int]) -> bool:
+        if token_ids[-1] in self.ids:
+            return True
+        if not self.strings or len(token_ids) <= self.min_length:
+            return False
+        # a token is at least one byte, so a stop string that the last token completes lies within this tail
+        tail = token_ids[-(max(len(s.encode()) for s in self.strings) + 4) :]
+        text = self.tokenizer.decode(tail, skip_special_tokens=False)
+        return any(s in text for s in self.strings)
+
+
+def left_pad(rows: Sequence[Sequence[int]], value: int) -> tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"]]:
+    """Ragged token ids padded on the left, and the mask of what is real."""
+    length = max(map(len, rows))
+    ids = torch.tensor([[value] * (length - len(row)) + list(row) for row in rows])
+    mask = torch.tensor([[False] * (length - len(row)) + [True] * len(row) for row in rows])
+    return ids, mask
+
+
+def processed_logits(logits: Float[Tensor, "B V"], sampling: Sampling) -> Float[Tensor, "B V"]:
+    """Logits of the distribution that is sampled: temperature, then min-p, top-k, top-p (vLLM's order); -inf is dropped.
+
+    Greedy sampling (temperature 0) leaves the logits alone.
+    """
+    if sampling.temperature == 0.0:
+        return logits
+    logits = logits / sampling.temperature
+    if sampling.min_p > 0.0:
+        floor = logits.amax(-1, keepdim=True) + math.log(sampling.min_p)
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        kth = logits.topk(sampling.top_k, -1).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if sampling.top_p < 1.0:
+        ascending, order = logits.sort(-1)
+        tail = ascending.softmax(-1).cumsum(-1) <= 1.0 - sampling.top_p
+        tail[:, -1] = False  # the likeliest token always stays
+        logits = logits.masked_fill(tail.scatter(-1, order, tail), -torch.inf)
+    return logits
+
+
+def draw(
+    logits: Float[Tensor, "B V"], uniforms: Float[Tensor, "B"], greedy: bool
+) -> tuple[Int[Tensor, "B"], Float[Tensor, "B"]]:
+    """One token per row and its log-prob: the argmax, or the inverse of the cumulative distribution at ``uniforms``."""
+    probs = logits.softmax(-1)
+    if greedy:
+        tokens = logits.argmax(-1, keepdim=True)
+    else:
+        cumulative = probs.cumsum(-1, dtype=torch.float64)
+        threshold = uniforms[:, None] * cumulative[:, -1:]  # below the total: a token without mass is never drawn
+        tokens = torch.searchsorted(cumulative, threshold, right=True)
+    return tokens[:, 0], probs.gather(-1, tokens).log()[:, 0]
