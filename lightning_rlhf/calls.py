@@ -22,6 +22,7 @@ import torch
 
 from lightning_rlhf.rewards import RewardError, text_of
 
+_STATE = ("trainer_state", "log_metric", "log_extra")
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _VERL_COLUMNS = ("data_source", "ground_truth", "reward_model", "answer", "solution", "extra_info")
 
@@ -60,12 +61,11 @@ class Reward:
             return name == "completions" or name in _VERL_COLUMNS
         return name in self.parameters or any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
 
-    def check(self, available: Collection[str]) -> None:
-        """Raise a `RewardError` if it asks for an argument that there is not."""
-        for name, p in self.parameters.items():
-            wanted = p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-            if wanted and name not in available:
-                raise RewardError(f"asks for {name!r}; it can have {', '.join(available)}")
+    def missing(self, columns: Collection[str]) -> list[str]:
+        """Arguments that it must have and that there are not."""
+        available = _VERL if self.per_response else {*columns, *_STATE}
+        named = [p for p in self.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        return [p.name for p in named if p.default is p.empty and p.name not in available]
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,7 @@ class RewardJob:
                 raise RewardError(f"must give log_extra({column!r}) {self.size} values, got {len(values)}")
             logged.columns[column] = list(values)
 
-        state = {"trainer_state": self.trainer_state, "log_metric": log_metric, "log_extra": log_extra}
-        available = {**self.arguments, **state}
-        self.reward.check(available)
+        available = {**self.arguments, **dict(zip(_STATE, (self.trainer_state, log_metric, log_extra), strict=True))}
         return {name: value for name, value in available.items() if self.reward.takes(name)}, logged
 
     def _of_all(self, raw: Any, logged: Outcome) -> Outcome:
@@ -113,7 +111,6 @@ class RewardJob:
 
     def _each(self) -> list[dict[str, Any]]:
         """The arguments of one call per response."""
-        self.reward.check(_VERL)
         rows = [{name: values[i] for name, values in self.arguments.items()} for i in range(self.size)]
         calls = [
             {

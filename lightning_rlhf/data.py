@@ -171,38 +171,47 @@ class PromptDataModule(pl.LightningDataModule):
         Raises:
             ValueError: a prompt that is none, ``batch_size`` not a multiple of the data ranks, a set below one batch.
         """
+        replicas = self._ranks["num_replicas"]
+        if stage == "fit" and self.batch_size % replicas:
+            below = self.batch_size // replicas * replicas
+            raise ValueError(
+                f"data.batch_size={self.batch_size} must be a multiple of the {replicas} data ranks:"
+                f" take {below or replicas} or {below + replicas}"
+            )
+        validates = any((self.val_path, self.val_split, self.val_task, self.val_size))
+        if not validates and stage != "fit":
+            raise ValueError("data has no validation prompts: set val_path, val_split, val_task or val_size")
+        if not validates and self.trainer is not None:
+            self.trainer.limit_val_batches = 0  # an empty loader would draw a warning, and hooks would run for nothing
         if self.val_table is None:
             self.val_table = self._val_table()
         if stage == "fit" and self.train_table is None:
-            self.train_table = self._train_table()
-            _check_batch(self.batch_size, len(self.train_table), self._ranks["num_replicas"])
+            self.train_table = self._train_table(self.val_table)
+            if len(self.train_table) < self.batch_size:
+                raise ValueError(
+                    f"data.batch_size={self.batch_size} is more than the {len(self.train_table)} training prompts there"
+                    " are: lower it, or add data"
+                )
 
     def _val_table(self) -> PromptTable:
+        size = len(self.train_rows)
         if self.val_rows is None:
-            size = len(self.train_rows)
-            return self._tokenise(
-                "validation", self.train_rows, range(size - self.val_size, size), self.task is not None
-            )
-        made = self.val_task is not None
-        return self._tokenise("validation", self.val_rows, range(len(self.val_rows)), made, len(self.train_rows))
+            return self._tokenise("validation", self.train_rows, range(size - self.val_size, size))
+        return self._tokenise("validation", self.val_rows, range(len(self.val_rows)), first_index=size)
 
-    def _train_table(self) -> PromptTable:
-        assert self.val_table is not None
+    def _train_table(self, validation: PromptTable) -> PromptTable:
         held_out = self.val_size if self.val_rows is None else 0
-        numbers = range(len(self.train_rows) - held_out)
-        table = self._tokenise("training", self.train_rows, numbers, self.task is not None)
+        table = self._tokenise("training", self.train_rows, range(len(self.train_rows) - held_out))
         if self.task is None:
             return table
-        questions = {ids.tobytes() for ids in self.val_table.ids}  # a task draws some of its questions more than once
+        questions = {ids.tobytes() for ids in validation.ids}  # a task may draw a question more than once
         kept = table.where(lambda ids: ids.tobytes() not in questions)
         if len(kept) < len(table):
-            rank_zero_info(
-                f"data: dropped {len(table) - len(kept)} training prompts that are validation prompts as well"
-            )
+            rank_zero_info(f"data: dropped {len(table) - len(kept)} training prompts that validation has as well")
         return kept
 
-    def _tokenise(self, which: str, rows: Rows, numbers: range, made: bool, first_index: int = 0) -> PromptTable:
-        column = "prompt" if made else self.prompt_column
+    def _tokenise(self, which: str, rows: Rows, numbers: range, first_index: int = 0) -> PromptTable:
+        column = "prompt" if isinstance(rows, TaskRows) else self.prompt_column
         table = PromptTable.build(rows, numbers, self._encoder, column, first_index)
         limit = self.max_prompt_length
         if limit is None or table.longest <= limit:
@@ -251,25 +260,15 @@ class PromptDataModule(pl.LightningDataModule):
         )
         return PromptLoader(self.train_table, sampler)
 
-    def val_dataloader(self) -> PromptLoader | list[PromptLoader]:
-        """Every validation prompt once over all data ranks, in order; an empty list if there is none."""
-        if not self.val_table:
-            return []
+    def val_dataloader(self) -> PromptLoader:
+        """Every validation prompt once over all data ranks, in order."""
+        assert self.val_table is not None
         sampler = PromptSampler(len(self.val_table), self.val_batch_size, shuffle=False, drop_last=False, **self._ranks)
         return PromptLoader(self.val_table, sampler)
 
-
-def _check_batch(batch_size: int, prompts: int, replicas: int) -> None:
-    if batch_size % replicas:
-        below = batch_size // replicas * replicas
-        raise ValueError(
-            f"data.batch_size={batch_size} must be a multiple of the {replicas} data ranks:"
-            f" take {below or replicas} or {below + replicas}"
-        )
-    if prompts < batch_size:
-        raise ValueError(
-            f"data.batch_size={batch_size} is more than the {prompts} training prompts there are: lower it, or add data"
-        )
+    def test_dataloader(self) -> PromptLoader:
+        """The validation prompts: `Trainer.test` has no set of its own."""
+        return self.val_dataloader()
 
 
 def _tokenizer(name: str) -> PreTrainedTokenizerBase:

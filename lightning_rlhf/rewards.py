@@ -276,4 +276,4 @@ def _answers(columns: dict[str, Any]) -> Sequence[Any]:
     for name in _ANSWER_COLUMNS:
         if name in columns:
             return columns[name]
-    raise RewardError(f"the reward needs one of the columns {', '.join(_ANSWER_COLUMNS)}; the data has none of them")
+    raise RewardError(f"needs one of the columns {', '.join(_ANSWER_COLUMNS)}; the data has none of them")

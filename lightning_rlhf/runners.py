@@ -51,7 +51,9 @@ def _settle(future: Future[Any], job: Callable[[], Any]) -> None:
 
 
 class Inline:
-    """In the calling thread."""
+    """In the calling thread. ``grace``: seconds after the limit in which a runner itself settles its futures."""
+
+    grace = 0.0
 
     def submit(self, jobs: Sequence[Job], timeout: float | None) -> list[Future[Any]]:
         futures: list[Future[Any]] = [Future() for _ in jobs]
@@ -93,6 +95,8 @@ class Threads(Inline):
 class EventLoop:
     """On one event loop that lives as long as the run, so that clients bound to it (HTTP sessions) can be kept."""
 
+    grace = 1.0
+
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -117,20 +121,27 @@ class EventLoop:
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(_cancel_all())
     finally:
         loop.close()
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Workers:
     """In ``size`` processes, started when they are first needed.
 
-    A thread per process hands it one job after the other and kills it when a job takes too long. Processes are spawned,
-    not forked (CUDA, threads), so jobs must pickle and a script that trains needs ``if __name__ == "__main__":``.
+    A thread per process hands it one job after the other and kills it when a job takes too long. Processes are forked
+    off a server that has imported this package and done nothing else: quick to replace, safe beside CUDA and threads. So
+    jobs must pickle, and a script that trains needs ``if __name__ == "__main__":``.
     """
+
+    grace = 1.0
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -182,7 +193,9 @@ class _Worker:
     """One process. ``failure`` says why it could not start; its jobs then fail with that."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        methods = multiprocessing.get_all_start_methods()
+        context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+        context.set_forkserver_preload(["lightning_rlhf.calls"])
         self.pipe, other = context.Pipe()
         self.process = context.Process(target=_work, args=(other,), name="reward-worker", daemon=True)
         self.process.start()

@@ -63,8 +63,7 @@ class PromptSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch, done = self.position()
-        batches = self.order(epoch).split(self.batch_size)[: len(self)]
-        for batch in batches[done % max(len(self), 1) :]:
+        for batch in self.order(epoch).split(self.batch_size)[done : len(self)]:
             yield batch.tensor_split(self.num_replicas)[self.rank].tolist()
 
     def __len__(self) -> int:
@@ -72,5 +71,9 @@ class PromptSampler(Sampler[list[int]]):
 
 
 def fit_position(trainer: pl.Trainer) -> tuple[int, int]:
-    """(epoch, batches of it already done) by the trainer's counters, true once the epoch's first batch is asked for."""
-    return trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    """(epoch, batches of it already done), from the number of batches that the run has been through.
+
+    Not from the trainer's epoch: resumed at an epoch's end with ``max_steps``, Lightning 2.6 takes one batch more before it
+    counts the next epoch. Valid from the moment that a batch is asked for.
+    """
+    return divmod(trainer.fit_loop.epoch_loop.batch_progress.total.completed, int(trainer.num_training_batches))

@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -28,7 +29,14 @@ from lightning_rlhf.types import Rollout, Scores
 
 Rows: TypeAlias = list[int]
 
-_GRACE = 1.0  # seconds a runner has to report that a job has reached its limit
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What reward functions may know of the run; ``global_step`` counts iterations."""
+
+    global_step: int
+    max_steps: int
+    epoch: int
 
 
 class Scorer:
@@ -43,7 +51,7 @@ class Scorer:
             the responses of some prompts, never part of a prompt's. Functions must be importable: no lambda.
 
     Raises:
-        ValueError: no functions, weights that do not match, or one that cannot be sent to a process.
+        ValueError: one is no function, or cannot be sent to a process, or the weights do not match.
     """
 
     def __init__(
@@ -53,7 +61,7 @@ class Scorer:
         timeout: float | None = 60.0,
         workers: int = 0,
     ) -> None:
-        if not functions or not all(callable(f) for f in functions):
+        if not all(callable(f) for f in functions):
             raise ValueError(f"reward must be a list of functions, got {functions!r}")
         if weights is not None and len(weights) != len(functions):
             raise ValueError(f"reward_weights must have one weight per function, {len(functions)}, got {len(weights)}")
@@ -72,14 +80,19 @@ class Scorer:
         Args:
             rollout: the responses.
             texts: each one's text.
-            trainer_state: handed to functions that ask for it; with ``workers`` it must pickle.
+            trainer_state: handed to functions that ask for it; of a Trainer, what `TrainerState` has.
 
         Returns:
             `Scores` whose ``parts`` name every function, on a rank without responses too.
 
         Raises:
-            RewardError: a function is wrong for every response.
+            RewardError: there is no function, or one is wrong for every response.
         """
+        if not self.rewards:
+            raise RewardError("there is no reward: set model.reward, or override score() in a subclass of the module")
+        if hasattr(trainer_state, "current_epoch"):
+            state = trainer_state
+            trainer_state = TrainerState(state.global_step, state.max_steps, state.current_epoch)
         size, arguments = len(rollout), reward_arguments(rollout, texts)
         n = rollout.sampling.num_generations
         runs = [_Run(r, self._runner(r), self.timeout, arguments, size, n, trainer_state) for r in self.rewards]
@@ -129,6 +142,9 @@ class _Run:
         num_generations: int,
         trainer_state: Any,
     ) -> None:
+        if size and (missing := reward.missing(arguments)):
+            names = f"{missing[0]!r}, which is none of {', '.join(arguments)}"
+            raise RewardError(f"reward {reward.name} asks for {names}")
         self.reward, self.runner, self.timeout = reward, runner, timeout
         self.arguments = {name: values for name, values in arguments.items() if reward.takes(name)}
         self.trainer_state = trainer_state if reward.takes("trainer_state") else None
@@ -179,12 +195,15 @@ class _Run:
             )
             for rows in parts
         ]
-        futures = self.runner.submit(jobs, self.timeout)
+        try:
+            futures = self.runner.submit(jobs, self.timeout)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise RewardError(f"reward {self.reward.name} needs what cannot be sent to a worker: {error}") from error
         return parts, futures, time.monotonic()
 
     def _collect(self, parts: list[Rows], futures: list[Future[Outcome]], since: float) -> list[Rows]:
         """Take in what came back in time; returns the parts that did not."""
-        left = None if self.timeout is None else max(0.0, since + self.timeout + _GRACE - time.monotonic())
+        left = None if self.timeout is None else max(0.0, since + self.timeout + self.runner.grace - time.monotonic())
         late = wait(futures, left).not_done
         if late:
             self.runner.give_up()

@@ -172,6 +172,12 @@ def test_every_float_type_is_taken_and_given_back(estimator: Any, dtype: torch.d
     close(got.double(), estimator(**fixture())[0], atol={2: 2e-2, 4: 1e-5, 8: 1e-12}[dtype.itemsize])
 
 
+def test_statistics_of_a_large_group_are_not_rounded_to_bf16() -> None:
+    batch = outcome([0.0, 1.0] * 600, [1] * 1200, [0] * 1200, torch.bfloat16)  # bf16 cannot count beyond 256
+    close(advantages.dr_grpo(**batch)[0][:2].double(), [[-0.5], [0.5]], atol=1e-6)
+    close(advantages.grpo(**batch)[0][:2].double(), [[-1.0], [1.0]], atol=5e-3)
+
+
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_a_batch_with_almost_nothing_in_it_is_finite(estimator: Any, tokens: int) -> None:

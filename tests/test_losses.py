@@ -202,6 +202,20 @@ def test_masked_tokens_have_no_effect(junk: float) -> None:
         torch.testing.assert_close(got, want, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("junk", [1e3, float("inf"), float("nan")])
+def test_token_losses_and_metrics_are_zero_where_masked(junk: float) -> None:
+    new, old, advantages, values = (torch.where(MASK > 0, x, junk) for x in (NEW, OLD, ADVANTAGES, FIXTURE["values"]))
+    for token_losses, metrics in (
+        losses.ppo(new, OLD, ADVANTAGES, MASK),
+        losses.ppo(NEW, old, ADVANTAGES, MASK),
+        losses.ppo(NEW, OLD, advantages, MASK),
+        losses.value_loss(values, OLD, OLD, MASK, clip=0.2),
+        losses.value_loss(OLD, OLD, values, MASK, clip=0.2),
+    ):
+        for x in (token_losses, *metrics.values()):
+            assert not x[MASK == 0].any()
+
+
 def test_only_the_trained_side_gets_a_gradient() -> None:
     old, ref, old_values = leaf(OLD), leaf(REF), leaf(FIXTURE["values"])
     new, values = leaf(NEW), leaf(FIXTURE["values"] + 0.1)

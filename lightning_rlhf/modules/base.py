@@ -84,7 +84,7 @@ class RLHFLightningModule(pl.LightningModule):
         reward_weights: one per function, default 1.
         reward_timeout: seconds one scoring of an iteration's responses may take per function.
         reward_workers: processes for reward functions; 0 runs them in this process.
-        advantage: estimator by name (see `modules.advantages`) or dotted path.
+        advantage: estimator by name (see `modules.advantages`) or dotted path; default `default_advantage` of the class.
         loss: policy loss by name (see `modules.losses`) or dotted path.
         aggregation: how token losses become one loss, over the global optimizer step.
         clip_low: the ratio gains nothing below 1 - clip_low.
@@ -109,6 +109,9 @@ class RLHFLightningModule(pl.LightningModule):
         trust_remote_code: run model code that comes with the weights.
     """
 
+    # not a default of the argument: on the command line the arguments of one class are carried over to another
+    default_advantage = "grpo"
+
     def __init__(
         self,
         model: str,
@@ -116,7 +119,7 @@ class RLHFLightningModule(pl.LightningModule):
         reward_weights: list[float] | None = None,
         reward_timeout: PositiveFloat = 60.0,
         reward_workers: NonNegativeInt = 0,
-        advantage: str = "grpo",
+        advantage: str | None = None,
         loss: str = "ppo",
         aggregation: Aggregation = "token-mean",
         clip_low: NonNegativeFloat = 0.2,
@@ -146,7 +149,7 @@ class RLHFLightningModule(pl.LightningModule):
         self.attention, self.gradient_checkpointing = attention, gradient_checkpointing
         functions = reward if isinstance(reward, list) else [] if reward is None else [reward]
         self.scorer = Scorer(functions, reward_weights, timeout=reward_timeout, workers=reward_workers)
-        self.advantage_function = _function(advantage, advantages, "model.advantage")
+        self.advantage_function = _function(advantage or self.default_advantage, advantages, "model.advantage")
         self.loss_function = _function(loss, losses, "model.loss")
         self.aggregation, self.entropy_coef, self.kl, self.mask_truncated = aggregation, entropy_coef, kl, mask_truncated
         self.clip = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual}

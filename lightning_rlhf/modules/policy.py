@@ -209,8 +209,9 @@ def meta_parameters() -> Iterator[None]:
     register: Callable[..., None] = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        on_meta = None if parameter is None else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-        register(self, name, on_meta)
+        if parameter is not None and not parameter.is_meta:  # one on meta may be tied: it stays the same object
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(self, name, parameter)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[assignment,method-assign]
     try:

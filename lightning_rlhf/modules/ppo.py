@@ -29,7 +29,6 @@ class PPOLightningModule(RLHFLightningModule):
         critic: local folder or hub id that the critic's backbone starts from; default the policy's.
         critic_lr: learning rate of the critic.
         critic_warmup: iterations at the start in which only the critic is trained.
-        advantage: estimator by name or dotted path.
         gamma: discount per token.
         lam: GAE's weight of longer returns.
         value_clip: how far values may move per rollout before their gradient ends; null switches it off.
@@ -38,13 +37,14 @@ class PPOLightningModule(RLHFLightningModule):
         **kwargs: see `RLHFLightningModule`.
     """
 
+    default_advantage = "gae"
+
     def __init__(
         self,
         model: str,
         critic: str | None = None,
         critic_lr: PositiveFloat = 1e-5,
         critic_warmup: NonNegativeInt = 0,
-        advantage: str = "gae",
         gamma: ClosedUnitInterval = 1.0,
         lam: ClosedUnitInterval = 1.0,
         value_clip: PositiveFloat | None = 0.5,
@@ -52,7 +52,7 @@ class PPOLightningModule(RLHFLightningModule):
         whiten_rewards: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(model, advantage=advantage, **kwargs)
+        super().__init__(model, **kwargs)
         self.critic_model, self.critic_lr, self.critic_warmup = critic or model, critic_lr, critic_warmup
         self.gamma, self.lam, self.value_clip = gamma, lam, value_clip
         self.whiten_advantages, self.whiten_rewards = whiten_advantages, whiten_rewards

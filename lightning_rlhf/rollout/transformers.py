@@ -1,22 +1,21 @@
 """The embedded engine: a stock Hugging Face model with a decoding loop of its own.
 
-It needs nothing beyond the base install and is the oracle that other engines are tested against. Every rank holds a whole,
-unsharded copy, filled by `load_weights`, so that decoding needs no collective and ranks may run at different speeds.
+It needs nothing beyond the base install and is the oracle that other engines are tested against. Every rank holds a
+whole, unsharded copy, filled by `load_weights`, so that decoding needs no collective and no rank waits for another.
 
     prompts ── unique, sorted by length ──▶ common prefix once ──▶ rest of each prompt once ──▶ one row per response
             ──▶ draw, drop finished rows, forward one token ──▶ ...
 
-**Reproducible draws.** A row draws its uniforms from a generator of its own, and a token is the inverse of the cumulative
-distribution at one uniform. So a response depends on (weights, prompt, sampling, seed) and not on the rows beside it, except
-where a different batch shape makes the kernels round differently and a uniform falls into that gap (about 1e-6 of the tokens
-in float32).
+**Reproducible draws.** A row has a generator of its own, and a token is the inverse of the cumulative
+distribution at one uniform. So a response depends on (weights, prompt, sampling, seed) and not on the rows beside it,
+except where another batch shape makes the kernels round differently and a uniform falls into that gap (about one token
+in 10^6 in float32).
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-import os.path
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -54,10 +53,11 @@ class TransformersEngine(RolloutEngine):
             return
         self.context = context
         dtype = context.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             context.model, dtype=dtype, trust_remote_code=context.trust_remote_code
         )
-        self.model = model.to(context.device).eval().requires_grad_(False)
+        model.to(device=context.device)
+        self.model = model.eval().requires_grad_(False)
         self._shapes = [p.shape for p in self.model.parameters()]
         self._forward_arguments = set(inspect.signature(self.model.forward).parameters)
         layers = DynamicCache(config=self.model.config).layers
@@ -74,7 +74,7 @@ class TransformersEngine(RolloutEngine):
         self._asleep -= set(tags)
 
     def sleep(self, level: int) -> None:
-        if level == 0:
+        if level == 0 or self.model is None:
             return
         self._asleep = {"weights", "kv_cache"}
         for parameter in self.model.parameters():
@@ -180,7 +180,7 @@ class TransformersEngine(RolloutEngine):
     def _prefill(
         self, prompts: list[tuple[int, ...]]
     ) -> tuple[Float[Tensor, "U V"], Bool[Tensor, "U L"], DynamicCache]:
-        """Next-token logits, mask and cache of different prompts; the beginning they have in common is computed once."""
+        """Next-token logits, mask and cache of different prompts; their common beginning is computed once."""
         cache = DynamicCache(config=self.model.config)
         shared = self._shared_length(prompts)
         head = torch.ones(len(prompts), shared, dtype=torch.bool, device=self.context.device)
@@ -198,7 +198,9 @@ class TransformersEngine(RolloutEngine):
         """
         if not self._full_attention:
             return 0
-        shared = min(len(os.path.commonprefix(prompts)), min(map(len, prompts)) - 1)
+        first, last = min(prompts), max(prompts)  # what these two share, all between them share
+        differ = (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+        shared = min(next(differ, len(first)), min(map(len, prompts)) - 1)
         return shared if shared * (len(prompts) - 1) >= _WORTH_A_PASS else 0
 
     def _forward(self, ids: Int[Tensor, "B q"], mask: Bool[Tensor, "B L"], cache: DynamicCache) -> Float[Tensor, "B V"]:
@@ -208,7 +210,7 @@ class TransformersEngine(RolloutEngine):
         out = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **arguments)
         return out.logits[:, -1].float()
 
-    def _index(self, values: Sequence[Any]) -> Int[Tensor, "..."]:
+    def _index(self, values: Sequence[Any]) -> Any:
         return torch.tensor(values, device=self.context.device)
 
 
@@ -275,13 +277,14 @@ def left_pad(rows: Sequence[Sequence[int]], value: int) -> tuple[Int[Tensor, "B 
 
 
 def processed_logits(logits: Float[Tensor, "B V"], sampling: Sampling) -> Float[Tensor, "B V"]:
-    """Logits of the distribution that is sampled: temperature, then min-p, top-k, top-p (vLLM's order); -inf is dropped.
+    """Logits of the distribution that is sampled: temperature, min-p, top-k, top-p (vLLM's order); -inf where dropped.
 
     Greedy sampling (temperature 0) leaves the logits alone.
     """
     if sampling.temperature == 0.0:
         return logits
-    logits = logits / sampling.temperature
+    if sampling.temperature != 1.0:
+        logits = logits / sampling.temperature
     if sampling.min_p > 0.0:
         floor = logits.amax(-1, keepdim=True) + math.log(sampling.min_p)
         logits = logits.masked_fill(logits < floor, -torch.inf)

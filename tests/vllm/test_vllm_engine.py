@@ -1,0 +1,322 @@
+"""Real vLLM on the CPU against transformers, with weights that move; `pytest -m vllm` in an environment that has it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from toys import spawn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from lightning_rlhf.rollout.engine import EngineSetup
+from lightning_rlhf.rollout.transformers import TransformersEngine
+from lightning_rlhf.rollout.vllm import VLLMEngine, version_installed
+from lightning_rlhf.rollout.weights import gather
+from lightning_rlhf.tiny import tiny_model
+from lightning_rlhf.types import Completion, Sampling
+
+try:
+    version_installed()
+    missing = False
+except ImportError:
+    missing = True
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(missing, reason="vLLM is not installed"),
+    pytest.mark.filterwarnings("ignore"),  # its imports warn about deprecations of others
+]
+
+EOS = 1
+PROMPTS = [[5, 6, 7, 8], [9], list(range(20, 90)), [5, 6, 7, 9, 11]]
+GREEDY = Sampling(temperature=0.0, max_completion_length=12)
+
+
+def setup(**changes: object) -> EngineSetup:
+    context = EngineSetup(str(tiny_model()), torch.device("cpu"), torch.float32, (EOS,), 0, 128, 16)
+    return replace(context, **changes)  # type: ignore[arg-type]
+
+
+def build(**changes: object) -> VLLMEngine:
+    engine = VLLMEngine(kv_cache_memory_bytes=16 << 20)
+    engine.setup(setup(**changes))
+    return engine
+
+
+def policy(seed: int = 0) -> PreTrainedModel:
+    """The tiny model (tied embeddings) with weights large enough for tokens to depend on everything before them."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            layer = parameter.ndim > 1 and len(parameter) < 259
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * (0.3 if layer else 0.05))
+    return model
+
+
+def named(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+def oracle(model: PreTrainedModel, **changes: object) -> TransformersEngine:
+    engine = TransformersEngine()
+    engine.setup(setup(**changes))
+    engine.load_weights(named(model), 1)
+    return engine
+
+
+@torch.no_grad()
+def full_log_probs(model: PreTrainedModel, prompt: list[int], token_ids: list[int], temperature: float) -> Tensor:
+    logits = model(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1] / (temperature or 1.0)
+    return logits.log_softmax(-1).gather(-1, torch.tensor(token_ids)[:, None])[:, 0]
+
+
+def assert_same(ours: list[Completion], expected: list[Completion]) -> None:
+    for a, b in zip(ours, expected, strict=True):
+        assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
+        torch.testing.assert_close(torch.tensor(a.log_probs), torch.tensor(b.log_probs), atol=1e-4, rtol=0)
+
+
+@contextmanager
+def process_state_kept() -> Iterator[None]:
+    def state() -> tuple[object, ...]:
+        return (
+            dict(os.environ),
+            torch.get_num_threads(),
+            torch.set_num_threads,
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            str(numpy.random.get_state()),
+            gc.get_freeze_count(),
+            gc.isenabled(),
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+        )
+
+    torch.manual_seed(123)
+    random.seed(9)
+    before = state()
+    yield
+    assert state() == before
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[VLLMEngine]:
+    with process_state_kept():
+        engine = build()
+    yield engine
+    engine.close()
+
+
+def sync(engine: VLLMEngine, model: PreTrainedModel, version: int = 1) -> None:
+    engine.wake(["weights"])
+    engine.load_weights(named(model), version)
+    engine.wake(["kv_cache"])
+
+
+def test_without_weights_generating_is_an_error(engine: VLLMEngine) -> None:
+    assert engine.weight_version == -1
+    with pytest.raises(RuntimeError, match="no usable weights"):
+        engine.generate([[5]], GREEDY, seeds=[0])
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_sleep_wake_and_sync_twice_give_the_new_weights_output(engine: VLLMEngine, level: int) -> None:
+    outputs = []
+    for version in (1, 2):
+        model = policy(10 * level + version)
+        sync(engine, model, version)
+        assert engine.weight_version == version
+        outputs.append(engine.generate(PROMPTS, GREEDY, seeds=[0] * 4, log_probs=True))
+        assert_same(outputs[-1], oracle(model).generate(PROMPTS, GREEDY, seeds=[0] * 4, log_probs=True))
+        engine.sleep(level)
+        assert engine.weight_version == (-1 if level == 2 else version)
+        if level:
+            with pytest.raises(RuntimeError):
+                engine.generate([[5]], GREEDY, seeds=[0])
+    assert outputs[0] != outputs[1]
+    engine.wake(["weights", "kv_cache"])
+    if level == 2:
+        with pytest.raises(RuntimeError, match="no usable weights"):
+            engine.generate([[5]], GREEDY, seeds=[0])
+    else:
+        assert_same(engine.generate(PROMPTS, GREEDY, seeds=[0] * 4, log_probs=True), outputs[-1])
+
+
+def test_cached_prefixes_of_old_weights_are_not_used(engine: VLLMEngine) -> None:
+    prompt = [list(range(3, 103))]
+    for seed in (1, 2):
+        model = policy(seed)
+        sync(engine, model)
+        assert_same(
+            engine.generate(prompt, GREEDY, seeds=[0], log_probs=True),
+            oracle(model).generate(prompt, GREEDY, seeds=[0], log_probs=True),
+        )
+
+
+def test_the_order_of_a_phase_is_guarded(engine: VLLMEngine) -> None:
+    engine.sleep(1)
+    with pytest.raises(RuntimeError, match="asleep"):
+        engine.load_weights(named(policy()), 1)
+    with pytest.raises(RuntimeError, match="must not wake before the weights"):
+        engine.wake(["kv_cache"])
+    engine.wake(["weights"])
+    engine.load_weights(named(policy()), 1)
+    with pytest.raises(RuntimeError, match="no usable weights"):
+        engine.generate([[5]], GREEDY, seeds=[0])
+    engine.wake(["weights", "kv_cache"])
+    assert engine.generate([[5]], GREEDY, seeds=[0])
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_log_probs_are_those_of_the_sampled_distribution(engine: VLLMEngine, temperature: float) -> None:
+    model = policy()
+    sync(engine, model)
+    sampling = Sampling(temperature=temperature, max_completion_length=12)
+    prompts = [p for p in PROMPTS for _ in range(3)]
+    out = engine.generate(prompts, sampling, seeds=range(12), log_probs=True)
+    for prompt, completion in zip(prompts, out, strict=True):
+        expected = full_log_probs(model, prompt, completion.token_ids, temperature)
+        torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=1e-4, rtol=0)
+    assert engine.generate([[5]], sampling, seeds=[0])[0].log_probs is None
+
+
+def test_seeds_decide_the_sample_and_the_global_generators_are_left_alone(engine: VLLMEngine) -> None:
+    sync(engine, policy())
+    sampling = Sampling(max_completion_length=12)
+    seeds = [1, 2, 2**62 + 1, 1]
+    with process_state_kept():
+        first = engine.generate([[5, 6]] * 4, sampling, seeds=seeds)
+    torch.manual_seed(999)
+    assert engine.generate([[5, 6]] * 4, sampling, seeds=seeds) == first
+    assert first[0] == first[3]
+    assert len({tuple(c.token_ids) for c in first}) == 3
+    assert engine.generate([[5, 6]], sampling, seeds=[2]) == [first[1]], "whatever shares the batch"
+
+
+def test_ends_of_responses_are_those_of_the_embedded_engine() -> None:
+    """Several EOS ids; the tokenizer's own is not among them."""
+    model = policy()
+    eos = tuple(range(40, 60))
+    engine, embedded = build(eos_token_ids=eos), oracle(model, eos_token_ids=eos)
+    try:
+        engine.load_weights(named(model), 1)
+        prompts = [[i, i + 1] for i in range(3, 243, 6)]
+        for sampling in (
+            replace(GREEDY, max_completion_length=20),
+            replace(GREEDY, max_completion_length=20, min_completion_length=4),
+            replace(GREEDY, max_completion_length=20, stop_token_ids=tuple(range(60, 90))),
+            replace(GREEDY, max_completion_length=20, ignore_eos=True),
+        ):
+            ours = engine.generate(prompts, sampling, seeds=[0] * 40, log_probs=True)
+            assert_same(ours, embedded.generate(prompts, sampling, seeds=[0] * 40, log_probs=True))
+            stopped = [c for c in ours if c.finish_reason == "stop"]
+            assert bool(stopped) != sampling.ignore_eos
+            assert all(c.token_ids[-1] in {*eos, *sampling.stop_token_ids} for c in stopped)
+        text = AutoTokenizer.from_pretrained(tiny_model()).decode(ours[0].token_ids)
+        stops = replace(sampling, ignore_eos=False, stop=(text[2:4],))
+        assert_same(
+            engine.generate(prompts, stops, seeds=[0] * 40, log_probs=True),
+            embedded.generate(prompts, stops, seeds=[0] * 40, log_probs=True),
+        )
+        never_eos = engine.generate([[5, 6]] * 64, Sampling(max_completion_length=40), seeds=range(64))
+        assert any(EOS in c.token_ids[:-1] for c in never_eos), "the tokenizer's EOS ended a response"
+    finally:
+        engine.close()
+
+
+def test_too_long_a_prompt_names_both_numbers_and_the_engine_stays_usable(engine: VLLMEngine) -> None:
+    sync(engine, policy())
+    with pytest.raises(ValueError, match=r"max_model_len is 128\), got 128"):
+        engine.generate([[5], [5] * 128], GREEDY, seeds=[0, 0])
+    cut = engine.generate([[5] * 120], replace(GREEDY, ignore_eos=True), seeds=[0])[0]
+    assert (len(cut.token_ids), cut.finish_reason) == (8, "length")
+
+
+def test_packed_weights_have_no_checksum(engine: VLLMEngine) -> None:
+    sync(engine, policy())
+    assert engine.checksum() is None
+
+
+def test_a_broken_stream_closes_the_engine_and_it_can_be_built_again() -> None:
+    engine = build()
+
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        yield from named(policy())[:5]
+        raise OSError("shard lost")
+
+    with pytest.raises(OSError, match="shard lost"):
+        engine.load_weights(broken(), 1)
+    assert engine.weight_version == -1
+    with pytest.raises(RuntimeError, match="not running"):
+        engine.generate([[5]], GREEDY, seeds=[0])
+    assert not dist.is_initialized(), "the group that vLLM made for itself is gone with it"
+    model = policy(4)
+    engine.setup(setup())
+    try:
+        engine.load_weights(named(model), 2)
+        assert_same(
+            engine.generate(PROMPTS, GREEDY, seeds=[0] * 4, log_probs=True),
+            oracle(model).generate(PROMPTS, GREEDY, seeds=[0] * 4, log_probs=True),
+        )
+    finally:
+        engine.close()
+        engine.close()
+
+
+# -- two ranks ---------------------------------------------------------------------------------------------------------
+
+
+def train_and_generate(rank: int) -> tuple[bool, bool]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    for name in ("RANK", "LOCAL_RANK"):  # launchers set them or not
+        os.environ.pop(name, None)
+    model = policy()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
+    with process_state_kept():
+        engine = build()
+    prompts = [[5 + rank, 6, 7], list(range(20 + rank, 60))][: 2 - rank]  # ranks of unequal work
+    same, outputs = True, []
+    for version in range(2):
+        engine.wake(["weights"])
+        engine.load_weights(gather(named(model), torch.float32), version)
+        engine.wake(["kv_cache"])
+        out = engine.generate(prompts, GREEDY, seeds=[0] * len(prompts), log_probs=True)
+        engine.sleep(2)
+        full = policy()
+        with torch.no_grad():
+            for name, tensor in gather(named(model), torch.float32):
+                full.get_parameter(name).copy_(tensor)
+        expected = oracle(full).generate(prompts, GREEDY, seeds=[0] * len(prompts), log_probs=True)
+        assert_same(out, expected)
+        outputs.append(out)
+        ids = torch.tensor([list(range(30, 60))])
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.close()
+    del engine
+    gc.collect()
+    alive = torch.ones(1)
+    dist.all_reduce(alive)
+    return same and outputs[0] != outputs[1], alive.item() == 2.0
+
+
+@pytest.mark.slow
+def test_sharded_policy_feeds_colocated_engines_and_its_process_group_survives_them() -> None:
+    assert spawn(train_and_generate, 2) == [(True, True)] * 2
