@@ -72,7 +72,7 @@ class RLHFCLI(LightningCLI):
             {
                 "model": {"class_path": "lightning_rlhf.PPOLightningModule"},
                 "data": {"class_path": "lightning_rlhf.PromptDataModule"},
-                "trainer.strategy": "fsdp_ulysses",
+                "trainer.strategy": {"class_path": "lightning_rlhf.FSDPUlyssesStrategy"},
                 "trainer.log_every_n_steps": 1,
                 "trainer.num_sanity_val_steps": 0,
                 "trainer.callbacks": [{"class_path": f"lightning_rlhf.{name}"} for name in OBSERVERS],

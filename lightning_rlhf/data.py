@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_rlhf.prompts import PromptEncoder, PromptTable, Rows, TaskRows, first_line, read_rows
+from lightning_rlhf.prompts import PromptEncoder, PromptTable
 from lightning_rlhf.sampler import PromptSampler, fit_position
+from lightning_rlhf.sources import Rows, TaskRows, first_line, read_rows
 from lightning_rlhf.types import Prompts
 
 if TYPE_CHECKING:
@@ -246,6 +248,13 @@ class PromptDataModule(pl.LightningDataModule):
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt, for engines that reserve memory; known after `setup`."""
         return max(table.longest for table in (self.train_table, self.val_table) if table is not None)
+
+    @property
+    def val_names(self) -> list[str]:
+        """The validation set's name in the metrics: that of its task, file or split, or heldout."""
+        named = self.val_task or self.val_path or (self.val_split or "heldout").partition("[")[0]
+        path = Path(named)
+        return [path.stem if path.suffix in (".jsonl", ".json", ".parquet") else path.name]
 
     def train_dataloader(self) -> PromptLoader:
         assert self.train_table is not None

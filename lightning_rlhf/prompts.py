@@ -1,151 +1,27 @@
 """From rows to token ids.
 
-    path (.jsonl, .parquet, hub, your code) or task ─▶ rows ─▶ PromptEncoder ─▶ PromptTable ─▶ Prompts
+    Rows ─▶ PromptEncoder ─▶ PromptTable ─▶ Prompts
 
-Rows stay where they are (memory-mapped Arrow, the user's list, a procedural task) and are fetched for one batch at a
-time; only the token ids are held, as C arrays. A prompt is tokenised once: the ids that the engine gets are the ids
-that the policy is trained on.
+A prompt is tokenised once: the ids that the engine gets are the ids that the policy is trained on. Only ids are held,
+as C arrays; rows are fetched for one batch at a time.
 """
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_rlhf.sources import Rows, first_line
 from lightning_rlhf.types import Prompt, Prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Row: TypeAlias = Mapping[str, Any]
-Rows: TypeAlias = Sequence[Row]
-"""Anything with ``len`` and integer indexing: a `datasets.Dataset`, a list, a procedural task."""
-
-_READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _CHUNK = 1024
-
-
-def read_rows(path: str, split: str = "train", subset: str | None = None) -> Rows:
-    """The rows of a file, a folder, a hub data set, or a dotted path to an iterable of dicts or a function giving one.
-
-    Arrow files are made in the Hugging Face cache and memory-mapped; nothing is written beside the user's file.
-
-    Raises:
-        FileNotFoundError: nothing is there.
-        ValueError: it cannot be read, or it is empty.
-    """
-    file = Path(path).expanduser()
-    if file.exists():
-        rows = _load(path, file, split, subset)
-    elif file.suffix in _READERS or path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise FileNotFoundError(f"data.path: there is no file {path!r}")
-    elif "." in path and "/" not in path:
-        rows = _import(path)
-    else:
-        rows = _load(path, file, split, subset)
-    if not len(rows):
-        raise ValueError(f"data.path: {path!r} holds no rows")
-    return rows
-
-
-def _load(path: str, file: Path, split: str, subset: str | None) -> Rows:
-    from datasets import load_dataset
-
-    try:
-        if not file.is_file():
-            return load_dataset(str(file) if file.is_dir() else path, subset, split=split)
-        if file.suffix not in _READERS:
-            raise ValueError(f"its ending must be one of {', '.join(_READERS)}")
-        source = {"path": _READERS[file.suffix], "data_files": str(file), "split": split}
-        rows = load_dataset(**source)
-        features = {name: _dates_as_text(feature) for name, feature in rows.features.items()}
-        if source["path"] == "json" and features != dict(rows.features):
-            rows = load_dataset(**source, features=type(rows.features)(features))
-        return rows
-    except StopIteration:  # what an empty JSON file ends in
-        return []
-    except Exception as error:
-        reason = _bad_line(file) if file.suffix == ".jsonl" and file.is_file() else None
-        raise ValueError(f"data.path: {path!r} cannot be read as a data set: {reason or first_line(error)}") from error
-
-
-def _dates_as_text(feature: Any) -> Any:
-    """JSON has no dates: a string that looks like one is text, whatever Arrow guesses."""
-    from datasets import List, Value
-
-    if isinstance(feature, Value):
-        return Value("string") if feature.dtype.startswith(("timestamp", "date", "time")) else feature
-    if isinstance(feature, dict):
-        return {name: _dates_as_text(part) for name, part in feature.items()}
-    return List(_dates_as_text(feature.feature)) if isinstance(feature, List) else feature
-
-
-def _bad_line(file: Path) -> str | None:
-    """What is wrong with the first line that is no JSON object."""
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                if line.strip() and not isinstance(json.loads(line), dict):
-                    return f"line {number} is not a JSON object"
-            except ValueError as error:
-                return f"line {number} is not valid JSON ({first_line(error)})"
-    return None
-
-
-def _import(path: str) -> Rows:
-    module, _, name = path.rpartition(".")
-    try:
-        source = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise FileNotFoundError(
-            f"data.path: {path!r} is neither a file nor a hub data set, and cannot be imported ({first_line(error)})"
-        ) from error
-    rows = list(source() if callable(source) else source)
-    for number, row in enumerate(rows):
-        if not isinstance(row, Mapping):
-            raise ValueError(f"data.path: {path!r} must give dicts, row {number} is a {type(row).__name__}")
-    return rows
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, short enough for a sentence."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-class TaskRows(Sequence[Row]):
-    """Rows of a reasoning-gym task, made on demand from (seed, row number).
-
-    Columns: ``prompt`` (the question), ``answer``, and for the reward `rewards.reasoning_gym` the ``task``, its
-    ``task_args`` and the whole ``entry`` that the task's own verifier asks for.
-    """
-
-    def __init__(self, task: str, size: int, seed: int, args: Mapping[str, Any] | None = None) -> None:
-        try:
-            from reasoning_gym import create_dataset
-        except ImportError as error:
-            raise ImportError("data.task needs reasoning-gym: pip install 'lightning-rlhf[tasks]'") from error
-        self.task, self.args = task, dict(args or {})
-        try:
-            self.entries = create_dataset(task, size=size, seed=seed, **self.args)
-        except (ValueError, TypeError, AssertionError) as error:
-            raise ValueError(f"data.task: {task!r} with {self.args} cannot be made: {first_line(error)}") from error
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def __getitem__(self, number: Any) -> Any:
-        if not 0 <= number < len(self):
-            raise IndexError(number)  # the task itself would make any row
-        entry = self.entries[number]
-        shared = {"task": self.task, "task_args": self.args}
-        return {"prompt": entry["question"], "answer": entry["answer"], **shared, "entry": entry}
 
 
 def special_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -137,8 +137,8 @@ class Workers:
     """In ``size`` processes, started when they are first needed.
 
     A thread per process hands it one job after the other and kills it when a job takes too long. Processes are forked
-    off a server that has imported this package and done nothing else: quick to replace, safe beside CUDA and threads. So
-    jobs must pickle, and a script that trains needs ``if __name__ == "__main__":``.
+    off a server that has imported this package and done nothing else: quick to replace, safe beside CUDA and threads.
+    So jobs must pickle, and a script that trains needs ``if __name__ == "__main__":``.
     """
 
     grace = 1.0

@@ -163,19 +163,19 @@ def reference_kernel(
     softcap: float | None = None,
     sinks: Float[Tensor, "Hq"] | None = None,
 ) -> Float[Tensor, "S Hq Dv"]:
-    """One sequence at a time; any device and dtype, every feature. The oracle of the tests and the CPU path."""
-    bounds = cu_seqlens.tolist()
+    """One sequence at a time; any device and dtype, every feature: the oracle of the tests."""
+    lengths = cu_seqlens.diff().tolist()
     out = []
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
-        qi, ki, vi = (t[start:end].transpose(0, 1)[None] for t in (q, k, v))
-        mask = _window_mask(end - start, window, causal, q.device)
+    for *parts, n in zip(q.split(lengths), k.split(lengths), v.split(lengths), lengths, strict=True):
+        qi, ki, vi = (t.transpose(0, 1)[None] for t in parts)
+        mask = _window_mask(n, window, causal, q.device)
         if softcap is None and sinks is None:
             o = F.scaled_dot_product_attention(
                 qi,
                 ki,
                 vi,
                 attn_mask=mask,
-                is_causal=causal and mask is None and end - start > 1,
+                is_causal=causal and mask is None and n > 1,
                 scale=scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
@@ -183,6 +183,41 @@ def reference_kernel(
             o = _explicit_attention(qi, ki, vi, mask, causal, scale, softcap, sinks)
         out.append(o[0].transpose(0, 1))
     return torch.cat(out)
+
+
+def padded_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_length: int,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The CPU path: one batched call over right-padded sequences, which is exact when attention is causal.
+
+    Falls back to `reference_kernel` where the padding would outweigh the tokens, and for features that need a mask.
+    """
+    lengths = cu_seqlens.diff()
+    rows = len(lengths) * max_length
+    if not causal or softcap is not None or sinks is not None or rows > 2 * len(q):
+        features = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+        return reference_kernel(q, k, v, cu_seqlens, max_length, **features)
+    taken = (torch.arange(max_length, device=q.device) < lengths[:, None]).flatten().nonzero().squeeze(-1)
+
+    def pad(t: Tensor) -> Tensor:
+        padded = t.new_zeros(rows, *t.shape[1:]).index_copy(0, taken, t)
+        return padded.view(len(lengths), max_length, *t.shape[1:]).transpose(1, 2)
+
+    mask = _window_mask(max_length, window, causal, q.device)
+    out = F.scaled_dot_product_attention(
+        pad(q), pad(k), pad(v), attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, taken)
 
 
 def _window_mask(n: int, window: int | None, causal: bool, device: torch.device) -> Tensor | None:
@@ -298,12 +333,10 @@ def transformers_kernel(implementation: str) -> Kernel:
 
 
 def choose_kernel(name: str, device: torch.device) -> Kernel:
-    """``auto`` is torch's varlen kernel on CUDA and the reference loop elsewhere; other names choose explicitly."""
-    if name == "reference" or (name == "auto" and device.type != "cuda"):
-        return reference_kernel
-    if name in ("auto", "torch"):
-        return torch_kernel
-    return transformers_kernel(name)
+    """``auto`` is torch's varlen kernel on CUDA and the padded one elsewhere; other names choose explicitly."""
+    own = {"reference": reference_kernel, "padded": padded_kernel, "torch": torch_kernel}
+    own["auto"] = torch_kernel if device.type == "cuda" else padded_kernel
+    return own[name] if name in own else transformers_kernel(name)
 
 
 # -- the function that transformers calls -------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import os
 import re
@@ -18,6 +19,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
+from safetensors import safe_open
 from torch import nn
 from toys import spawn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -32,8 +34,8 @@ from lightning_rlhf.phases import Phases
 from lightning_rlhf.tiny import tiny_model
 from lightning_rlhf.types import Completion, Experience, Prompts, Rollout, Sampling, Scores
 
-RESPONSES = ("[bold]4[/bold]\x1b[2J\n", "five", "6", "")
-PROMPT_TOKENS, RESPONSE_TOKENS = 10, sum(len(r) for r in RESPONSES)
+RESPONSES = ("[bold]4[/bold]\x1b[2J\n", "fünf", "6", "")
+LENGTHS = [len(r.encode()) for r in RESPONSES]
 
 
 @pytest.fixture(scope="session")
@@ -176,6 +178,7 @@ def fit(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*does not have many workers")
         warnings.filterwarnings("ignore", message=".*(`isinstance|LeafSpec|tree_)")
+        warnings.filterwarnings("ignore", message=".*callbacks used to create the checkpoint")
         trainer.fit(toy, loader(batches), loader(2), ckpt_path=ckpt_path)
     return trainer
 
@@ -191,7 +194,7 @@ def logged(trainer: pl.Trainer) -> list[dict[str, float]]:
 def test_throughput_logs_times_tokens_and_padding(tmp_path: Path, tokenizer: Any) -> None:
     rows = logged(fit(Toy(tokenizer, work_seconds=0.02), tmp_path, [Throughput()]))
     assert len(rows) == 3
-    tokens = 4 * 5 + RESPONSE_TOKENS + 100
+    tokens = 4 * 5 + sum(LENGTHS) + 100
     for row in rows:
         assert row["timing_s/generate"] >= 0.02
         assert row["timing_s/update"] >= 0.02
@@ -285,7 +288,7 @@ def test_samples_are_shown_and_written_every_n_iterations(tmp_path: Path, tokeni
     assert table["prompt"][:] == ["2+2=?", "2+2=?", "1+4=?", "1+4=?"]
     assert table["advantage"][:] == [1.0, -1.0, 0.5, 0.0]
     assert table["reward/exact"][:] == [1.0, 0.0, 0.5, 0.0]
-    assert table["length"][:] == [len(r) for r in RESPONSES]
+    assert table["length"][:] == LENGTHS
     assert table["prompt_index"][:] == [7, 7, 3, 3]
     assert table["log/parsed"][:] == ["4", None, "6", "[1]"]
 
@@ -306,6 +309,16 @@ def test_fast_dev_run_writes_no_samples(tmp_path: Path, tokenizer: Any, capsys: 
     fit(Toy(tokenizer), tmp_path, [Samples(every_n_iterations=1)], fast_dev_run=2, logger=None)
     assert "iteration 2" in capsys.readouterr().out
     assert not list(tmp_path.rglob("*.parquet"))
+
+
+def test_a_console_that_knows_ascii_only_is_no_problem(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", console)
+    fit(Toy(tokenizer), tmp_path, [Samples(every_n_iterations=1)], batches=1)
+    console.flush()
+    assert rb"f\xfcnf" in console.buffer.getvalue()
 
 
 def render(columns: dict[str, list[Any]], **kw: Any) -> str:
@@ -380,11 +393,16 @@ def test_a_time_interval_works_in_manual_optimisation(tmp_path: Path, tokenizer:
     assert all(times[later] - times[earlier] > 0.24 for earlier, later in itertools.pairwise(regular))
 
 
-def test_an_early_stop_saves_the_iteration_it_stops_at(tmp_path: Path, tokenizer: Any) -> None:
+def test_an_early_stop_is_saved_so_that_the_run_can_go_on(tmp_path: Path, tokenizer: Any) -> None:
+    whole, first, second = Toy(tokenizer), Toy(tokenizer), Toy(tokenizer)
+    options: dict[str, Any] = {"batches": 5, "max_epochs": 2}
+    fit(whole, tmp_path / "whole", [], **options)
     stop = EarlyStopping("val/reward", mode="min", patience=1)
     checkpoint = IterationCheckpoint(tmp_path / "c", save_top_k=-1)
-    fit(Toy(tokenizer), tmp_path, [stop, checkpoint], batches=9, val=True, val_check_interval=2)
+    fit(first, tmp_path, [stop, checkpoint], val=True, val_check_interval=2, **options)
     assert saved_at(tmp_path / "c") == ["iteration-000004.ckpt"]
+    fit(second, tmp_path, [IterationCheckpoint(tmp_path / "c")], ckpt_path="last", **options)
+    assert first.seen + second.seen == whole.seen
 
 
 def test_a_monitored_checkpoint_waits_for_the_fresh_metric(tmp_path: Path, tokenizer: Any) -> None:
@@ -476,6 +494,8 @@ def test_an_export_loads_back_equal(tmp_path: Path, tokenizer: Any, model_path: 
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert loaded.dtype == torch.bfloat16
+    with safe_open(exported / "model.safetensors", "pt") as file:
+        assert ("lm_head.weight" in file.keys()) != tied  # noqa: SIM118
     want = dict(model.named_parameters(remove_duplicate=False))
     assert {n for n, _ in loaded.named_parameters(remove_duplicate=False)} == set(want)
     for name, parameter in loaded.named_parameters(remove_duplicate=False):
@@ -522,16 +542,29 @@ def test_shards_are_exported_whole_and_a_failure_is_raised_on_every_rank(tmp_pat
         torch.testing.assert_close(tensor, want[name].to(torch.bfloat16), atol=0, rtol=0)
 
 
-def test_exports_come_every_n_iterations_and_once_at_the_end(tmp_path: Path, tokenizer: Any, model_path: str) -> None:
-    toy = Toy(tokenizer, model_path)
+class Recording:
+    def __init__(self) -> None:
+        self.folders: list[str] = []
+
+    def __call__(self, text: Any) -> Any:
+        return {"input_ids": [[1, 2, 3, 4, 5]] * 2 if isinstance(text, list) else [1]}
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.folders.append(re.findall("iteration_[0-9]+", str(folder))[0])
+
+
+@pytest.mark.parametrize(
+    ("batches", "every", "at_end", "want"),
+    [(4, 2, True, [2, 4]), (5, 2, True, [2, 4, 5]), (5, 2, False, [2, 4]), (3, None, True, [3])],
+)
+def test_exports_come_every_n_iterations_and_once_at_the_end(
+    tmp_path: Path, model_path: str, batches: int, every: int | None, at_end: bool, want: list[int]
+) -> None:
+    toy = Toy(Recording(), model_path)
     toy.actor = Actor(AutoModelForCausalLM.from_pretrained(model_path).train())
-    written: list[str] = []
-    for batches, every, at_end in ((4, 2, True), (5, 2, True), (5, 2, False)):
-        folder = tmp_path / f"{batches}{at_end}"
-        export = HFExport(every_n_iterations=every, at_end=at_end, dirpath=folder)
-        fit(toy, tmp_path, [export], batches=batches)
-        written.append(" ".join(sorted(name.removeprefix("iteration_00000") for name in os.listdir(folder))))
-    assert written == ["2 4", "2 4 5", "2 4"]
+    fit(toy, tmp_path, [HFExport(every, at_end, tmp_path / "hf")], batches=batches)
+    assert toy.tokenizer.folders == [f"iteration_{i:06d}" for i in want]
+    assert sorted(os.listdir(tmp_path / "hf")) == toy.tokenizer.folders
 
 
 def test_the_generation_config_is_carried_over(tmp_path: Path, tokenizer: Any, model_path: str) -> None:

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from lightning_rlhf.prompts import PromptEncoder, PromptTable, TaskRows, read_rows
+from lightning_rlhf.prompts import PromptEncoder, PromptTable
 from lightning_rlhf.tiny import tiny_model
 
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
 
 some_rows = [{"prompt": f"row {i}", "answer": i} for i in range(3)]
-
-
-def make_rows():
-    yield from some_rows
-
-
-no_dicts = ["a", "b"]
-no_rows: list = []
 
 
 @pytest.fixture
@@ -37,101 +28,6 @@ def bos_tokenizer(tokenizer):
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
     assert tokenizer("a").input_ids[0] == tokenizer.bos_token_id
     return tokenizer
-
-
-def write(path, rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return str(path)
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
-def test_jsonl_parquet_folder_and_code_give_the_same_rows(tmp_path):
-    from datasets import Dataset
-
-    file = write(tmp_path / "rows.jsonl", some_rows)
-    Dataset.from_list(some_rows).to_parquet(tmp_path / "rows.parquet")
-    (tmp_path / "rows.json").write_text(json.dumps(some_rows))
-    (tmp_path / "folder").mkdir()
-    write(tmp_path / "folder" / "train.jsonl", some_rows)
-    before = sorted(tmp_path.rglob("*"))
-    for path in (file, "rows.json", "rows.parquet", "folder"):
-        assert list(read_rows(str(tmp_path / path))) == some_rows
-    assert sorted(tmp_path.rglob("*")) == before  # nothing is written beside the user's files
-    assert list(read_rows(f"{__name__}.some_rows")) == some_rows
-    assert list(read_rows(f"{__name__}.make_rows")) == some_rows
-    assert list(read_rows(file, split="train[1:]")) == some_rows[1:]
-
-
-def test_a_changed_file_is_read_anew(tmp_path):
-    path = write(tmp_path / "rows.jsonl", some_rows)
-    assert len(read_rows(path)) == 3
-    write(tmp_path / "rows.jsonl", [*some_rows, {"prompt": "a new row", "answer": 4}])
-    assert len(read_rows(path)) == 4
-
-
-def test_text_that_looks_like_a_date_stays_text(tmp_path):
-    rows = [{"prompt": "when?", "answer": "2020-01-31", "more": {"at": ["2020-01-31T00:00:00"]}}]
-    assert list(read_rows(write(tmp_path / "dates.jsonl", rows))) == rows
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (['{"prompt": "a"}', '{"prompt": '], r"rows\.jsonl' cannot be read as a data set: line 2 is not valid JSON"),
-        (['{"prompt": "a"}', "[1]"], "line 2 is not a JSON object"),
-        ([], "holds no rows"),
-    ],
-)
-def test_a_bad_file_is_one_line_that_says_where(tmp_path, lines, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        read_rows(write(tmp_path / "rows.jsonl", lines))
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("path", "error", "message"),
-    [
-        ("missing.jsonl", FileNotFoundError, "there is no file 'missing.jsonl'"),
-        ("./missing", FileNotFoundError, "there is no file './missing'"),
-        ("no_package.prompts", FileNotFoundError, "neither a file nor a hub data set, and cannot be imported"),
-        (f"{__name__}.nothing", FileNotFoundError, "cannot be imported .*nothing"),
-        (f"{__name__}.no_dicts", ValueError, "must give dicts, row 0 is a str"),
-        (f"{__name__}.no_rows", ValueError, "holds no rows"),
-        (__file__, ValueError, r"its ending must be one of \.jsonl, \.json, \.parquet"),
-    ],
-)
-def test_what_cannot_be_read_is_one_line_that_says_why(path, error, message):
-    with pytest.raises(error, match=message) as caught:
-        read_rows(path)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_hub_data_set_is_not_fetched_offline(monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="data.path: 'nobody/nothing' cannot be read") as caught:
-        read_rows("nobody/nothing")
-    assert "\n" not in str(caught.value)
-
-
-def test_task_rows_are_a_function_of_the_seed_and_know_what_their_verifier_needs():
-    rows = TaskRows("chain_sum", 4, seed=1, args={"max_terms": 2})
-    assert len(list(rows)) == 4
-    assert list(rows) == list(TaskRows("chain_sum", 4, seed=1, args={"max_terms": 2}))
-    assert rows[0] != TaskRows("chain_sum", 4, seed=2, args={"max_terms": 2})[0]
-    row = rows[3]
-    assert row["prompt"] == row["entry"]["question"]
-    assert (row["answer"], row["task"], row["task_args"]) == (row["entry"]["answer"], "chain_sum", {"max_terms": 2})
-    with pytest.raises(IndexError):
-        rows[4]
-
-
-@pytest.mark.parametrize(
-    ("task", "args"), [("no_task", {}), ("chain_sum", {"no_such": 1}), ("chain_sum", {"min_terms": 0})]
-)
-def test_an_impossible_task_is_one_line(task, args):
-    with pytest.raises(ValueError, match=f"data.task: '{task}' with .* cannot be made: .+") as caught:
-        TaskRows(task, 4, seed=0, args=args)
-    assert "\n" not in str(caught.value)
 
 
 # -- token ids ---------------------------------------------------------------------------------------------------------
@@ -218,7 +114,7 @@ def test_an_eos_that_the_tokenizer_would_add_is_not_in_a_prompt(tokenizer):
 def test_a_prompt_that_is_none_is_an_error_that_names_its_row(tokenizer, prompt, message):
     tokenizer.chat_template = "{{ raise_exception('only users') }}"
     rows = [{"prompt": "fine"}, {"prompt": prompt}]
-    with pytest.raises(ValueError, match=f"data: the prompt of row 1 {message}") as caught:
+    with pytest.raises(ValueError, match=f"data: the prompt of row 1 .*{message}") as caught:
         PromptTable.build(rows, range(2), PromptEncoder(tokenizer))
     assert "\n" not in str(caught.value)
 

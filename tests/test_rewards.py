@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-from lightning_rlhf.prompts import TaskRows
 from lightning_rlhf.rewards import (
     FormatReward,
     LengthPenalty,
@@ -20,6 +19,7 @@ from lightning_rlhf.rewards import (
     numeric_answer,
     reasoning_gym,
 )
+from lightning_rlhf.sources import TaskRows
 from lightning_rlhf.tiny import tiny_model
 
 

@@ -17,7 +17,9 @@ from lightning_rlhf.tiny import tiny_model
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # Lightning's own
     pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using:UserWarning"),  # resumed without the callback that saved
+    pytest.mark.filterwarnings(
+        "ignore:Be aware that when using:UserWarning"
+    ),  # resumed without the callback that saved
 ]
 ROWS = [{"prompt": f"prompt {i}"} for i in range(27)]
 
@@ -133,12 +135,17 @@ SAVES = {
 }
 
 
+CASES = [
+    (save, val)
+    for save in SAVES
+    for val in ({}, {"val_size": 3}, {"val_size": 3, "val_check_interval": 2})
+    if val or save != "validation end"
+]
+
+
 @pytest.mark.parametrize("stop", [{"max_epochs": 2}, {"max_steps": 12}, {"max_steps": 9}], ids=str)
-@pytest.mark.parametrize("save", SAVES)
-@pytest.mark.parametrize("val", [{}, {"val_size": 3}, {"val_size": 3, "val_check_interval": 2}], ids=str)
+@pytest.mark.parametrize(("save", "val"), CASES, ids=str)
 def test_a_resumed_run_takes_the_batches_that_the_uninterrupted_one_would_have_taken(tmp_path, whole, stop, save, val):
-    if save == "validation end" and not val:
-        pytest.skip("there is no validation")
     keep = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, auto_insert_metric_name=False, **SAVES[save])
     fit(callbacks=[keep], **stop, **val)
     checkpoints = {int(path.stem.split("-")[0]): path for path in tmp_path.glob("*.ckpt")}
@@ -151,6 +158,13 @@ def test_a_resumed_run_takes_the_batches_that_the_uninterrupted_one_would_have_t
             assert [rows for *_, rows in resumed.seen] == [rows for *_, rows in expected[step:]], (step, end)
             if save != "train epoch end":  # from there Lightning counts epochs and batches otherwise
                 assert resumed.seen == expected[step:], (step, end)
+
+
+def test_a_limit_of_batches_takes_the_beginning_of_each_epoch(whole):
+    limited = fit(max_epochs=3, limit_train_batches=2)
+    assert limited.seen == [
+        (epoch, batch, 2 * epoch + batch, whole[0].seen[6 * epoch + batch][-1]) for epoch in range(3) for batch in range(2)
+    ]
 
 
 def test_a_batch_that_was_not_finished_is_taken_again(tmp_path, whole):

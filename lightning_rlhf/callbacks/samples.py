@@ -78,7 +78,6 @@ class Samples(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if self._validation:
             self._publish(trainer, "validation", _concatenate(self._validation))
-            self._validation.clear()
 
     def _publish(self, trainer: pl.Trainer, kind: str, columns: Columns) -> None:
         step = trainer.global_step

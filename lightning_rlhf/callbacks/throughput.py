@@ -1,11 +1,11 @@
 """Where the time goes, tokens per second, and model FLOPs utilisation, once per iteration.
 
-    timing_s/<phase>          seconds inside the spans that the module and the `RolloutCallback` open, 0 if it was
-    skipped timing_s/step             wall time from the end of one iteration to the end of the next, validation
-    excluded perf/throughput           prompt and response tokens of all ranks / (step seconds · GPUs) perf/mfu
-    FLOPs of the update / (update seconds · GPUs · peak), matmul parameters only perf/mfu_conventional     the same
-    with the embedding look-up counted (comparable with published figures) perf/padding_efficiency   share of the
-    packed streams that is no padding
+    timing_s/<phase>          seconds inside the spans that the module and the `RolloutCallback` open, 0 if skipped
+    timing_s/step             wall time from the end of one iteration to the end of the next, without validation
+    perf/throughput           prompt and response tokens of all ranks / (step seconds · GPUs)
+    perf/mfu                  FLOPs of the update / (update seconds · GPUs · peak), matmul parameters only
+    perf/mfu_conventional     the same with the embedding look-up counted (comparable with published figures)
+    perf/padding_efficiency   share of the packed streams that is no padding
 
 An observer: removing it changes no result. A checkpoint is written after an iteration's metrics are, so its seconds
 are part of the following iteration.

@@ -104,7 +104,7 @@ class RLHFLightningModule(pl.LightningModule):
         max_grad_norm: gradients are clipped to this norm, actor and critic each on their own; null switches it off.
         val_success: a validation response with at least this reward solves its prompt (mean@k, pass@k).
         max_skipped_steps: stop after so many optimizer steps in a row without a finite gradient.
-        attention: kernel: auto, torch, reference, or a transformers name such as flash_attention_3.
+        attention: kernel: auto, torch, padded, reference, or a transformers name such as flash_attention_3.
         gradient_checkpointing: recompute layers in backward: a third more time, far less memory.
         trust_remote_code: run model code that comes with the weights.
     """
@@ -132,7 +132,7 @@ class RLHFLightningModule(pl.LightningModule):
         mini_batches: PositiveInt = 1,
         micro_batch_tokens: PositiveInt = 16384,
         lr: PositiveFloat = 1e-6,
-        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, weight_decay=0.0),
+        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, weight_decay=0.0, fused=True),
         lr_schedule: Schedule = "constant",
         warmup_steps: NonNegativeInt = 0,
         min_lr_ratio: NonNegativeFloat = 0.0,

@@ -103,8 +103,9 @@ class VLLMEngine(RolloutEngine):
                 if context.device.index is not None:
                     os.environ["LOCAL_RANK"] = str(context.device.index)
                 os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
-                keep_default_group()
             from vllm import LLM
+
+            claim_process(owns_default_group=self._owns_process_group)
 
             self.llm = LLM(**self._llm_arguments(context))
         self._asleep = set()
@@ -243,6 +244,7 @@ class VLLMEngine(RolloutEngine):
         Raises:
             RuntimeError: no usable weights, or asleep.
             ValueError: a prompt that leaves no room for a response.
+            Any error of vLLM itself, after which the engine is closed.
         """
         self._require_running()
         if self._asleep or self.weight_version < 0:
@@ -393,15 +395,22 @@ def is_moe(model_config: Any) -> bool:
     return any(getattr(text, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
-def keep_default_group() -> None:
-    """Stop vLLM from destroying the DEFAULT process group, the trainer's.
+def claim_process(owns_default_group: bool) -> None:
+    """Make sure that no other engine runs here, and that this one leaves the trainer's process group alone.
 
-    ``EngineCore.shutdown`` ends in ``cleanup_dist_env_and_memory``, which does that; newer versions also run it from a
-    finalizer whenever the engine is collected. `shut_down` destroys vLLM's own groups.
+    ``EngineCore.shutdown`` ends in ``cleanup_dist_env_and_memory``, which destroys the DEFAULT group; newer versions run
+    it from a finalizer, too, whenever the engine is collected. `shut_down` destroys vLLM's own groups.
+
+    Raises:
+        RuntimeError: an engine is running: vLLM's groups and its sleeping memory are global to the process.
     """
+    import vllm.distributed.parallel_state as parallel_state
     import vllm.v1.engine.core as core
 
-    core.cleanup_dist_env_and_memory = lambda *args, **kwargs: None
+    if parallel_state.model_parallel_is_initialized():
+        raise RuntimeError("there is already an engine in this process, vLLM can run one: close it first")
+    if not owns_default_group:
+        core.cleanup_dist_env_and_memory = lambda *args, **kwargs: None
 
 
 def shut_down(llm: Any, owns_default_group: bool) -> None:

@@ -1,0 +1,53 @@
+"""A Qwen2 of a standard shape with random weights and a word-level tokenizer: for speed, where no weights can be had.
+
+    python benchmarks/random_model.py 1.5b /tmp/qwen2-1.5b
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+# hidden, layers, heads, kv heads, intermediate, vocabulary, tied embeddings
+SHAPES = {
+    "tiny": (64, 2, 2, 1, 128, 512, True),
+    "0.5b": (896, 24, 14, 2, 4864, 151936, True),
+    "1.5b": (1536, 28, 12, 2, 8960, 151936, True),
+    "7b": (3584, 28, 28, 4, 18944, 152064, False),
+}
+
+
+def write(shape: str, folder: str) -> None:
+    """Write the folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
+
+    hidden, layers, heads, kv_heads, intermediate, vocabulary, tied = SHAPES[shape]
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"t{i}": i for i in range(3, vocabulary)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder)
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=intermediate,
+        tie_word_embeddings=tied,
+        max_position_embeddings=32768,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
+    model.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    write(sys.argv[1], sys.argv[2])

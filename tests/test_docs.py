@@ -1,0 +1,90 @@
+"""The user's guide names what exists."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import yaml
+
+import lightning_rlhf
+from lightning_rlhf.modules.base import RLHFLightningModule
+from lightning_rlhf.rollout import VLLMEngine
+
+ROOT = Path(__file__).parent.parent
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+OWNERS: dict[str, tuple[type, ...]] = {
+    "trainer": (pl.Trainer,),
+    "trainer.strategy": (lightning_rlhf.FSDPUlyssesStrategy,),
+    "model": (RLHFLightningModule, lightning_rlhf.PPOLightningModule),
+    "model.kl": (lightning_rlhf.KL,),
+    "rollout": (lightning_rlhf.RolloutCallback,),
+    "rollout.sampling": (lightning_rlhf.Sampling,),
+    "rollout.val_sampling": (lightning_rlhf.Sampling,),
+    "rollout.engine": (VLLMEngine,),
+    "data": (lightning_rlhf.PromptDataModule,),
+}
+KEY = re.compile(r"`(?:--)?((?:trainer|model|rollout|data)\.[a-z_.]+)(?::[^`]*)?`")
+
+
+def exists(key: str) -> bool:
+    owner, _, name = key.rpartition(".")
+    return name == "class_path" or any(name in inspect.signature(c).parameters for c in OWNERS[owner])
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """The Markdown tables of a text, as rows of cells, without the line under the head."""
+    found: list[list[list[str]]] = [[]]
+    for line in text.splitlines():
+        if line.startswith("|"):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            if not all(set(cell) <= {"-"} for cell in cells if cell):
+                found[-1].append(cells)
+        elif found[-1]:
+            found.append([])
+    return [table for table in found if table]
+
+
+def test_every_key_of_ours_in_the_migration_tables_exists() -> None:
+    tabular = [table for table in tables((ROOT / "docs/migrating.md").read_text()) if table[0][1] == "here"]
+    keys = {key for table in tabular for row in table[1:] for cell in row[1:] for key in KEY.findall(cell)}
+    assert len(keys) > 50
+    assert not sorted(key for key in keys if not exists(key))
+
+
+@pytest.mark.parametrize("page", [p for p in DOCS if p.name != "migrating.md"], ids=lambda p: p.name)
+def test_every_key_in_a_page_exists(page: Path) -> None:
+    assert not sorted(key for key in KEY.findall(page.read_text()) if not exists(key))
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda p: p.name)
+def test_yaml_in_a_page_uses_keys_that_exist(page: Path) -> None:
+    def leaves(node: Any, path: str = "") -> list[str]:
+        if isinstance(node, dict) and (not path or path in OWNERS):
+            return [leaf for k, v in node.items() for leaf in leaves(v, f"{path}.{k}".strip("."))]
+        return [path]
+
+    for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL):
+        keys = [key.removesuffix("+") for key in leaves(yaml.safe_load(block)) if "." in key]
+        assert not [key for key in keys if not exists(key)]
+
+
+def test_the_list_of_metrics_is_complete(tmp_path: Path) -> None:
+    logger = "--trainer.logger.init_args.save_dir"
+    command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", "configs/tiny_ppo.yaml", logger, str(tmp_path)]
+    subprocess.run([*command, "--trainer.max_steps", "1"], cwd=ROOT, check=True, capture_output=True)
+    (file,) = tmp_path.rglob("metrics.csv")
+    with file.open(newline="") as opened:
+        logged = set(next(csv.reader(opened))) - {"step", "epoch"}
+    page = (ROOT / "docs/logging.md").read_text()
+    names = set(re.findall(r"`([a-z_]+/[a-z_@</>]+)`", page))
+    patterns = [re.sub(r"<[a-z]+>", "[^/]+", name).replace("@n", "@[0-9]+").replace("@k", "@[0-9]+") for name in names]
+    assert len(logged) > 20
+    assert not sorted(name for name in logged if not any(re.fullmatch(pattern, name) for pattern in patterns))
