@@ -65,9 +65,12 @@ $(VENV)/.torch:
 	$(call make-venv,$(VENV))
 	@touch $@
 
-$(VENV)/.demo $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: pyproject.toml $(VENV)/.torch
-	@echo "$(VENV): installing lightning-rlhf[$*]"
-	@$(VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[$*]'
+$(VENV)/.demo: EXTRAS := demo
+$(VENV)/.test: EXTRAS := demo,test
+$(VENV)/.dev: EXTRAS := dev
+$(VENV)/.demo $(VENV)/.test $(VENV)/.dev: pyproject.toml $(VENV)/.torch
+	@echo "$(VENV): installing lightning-rlhf[$(EXTRAS)]"
+	@$(VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[$(EXTRAS)]'
 	@touch $@
 
 # vLLM's own requirements name a torchvision that does not fit the CPU build of torch: they are listed without it.

@@ -6,7 +6,10 @@ Constructor signatures are the schema of the YAML: ``model`` is `PPOLightningMod
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -18,7 +21,10 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import lightning_rlhf  # noqa: F401 (registers the strategy)
 from lightning_rlhf.callbacks.rollout import RolloutCallback
-from lightning_rlhf.modules.base import RLHFLightningModule
+from lightning_rlhf.data import PromptDataModule
+from lightning_rlhf.modules.base import KL, RLHFLightningModule
+from lightning_rlhf.modules.ppo import PPOLightningModule
+from lightning_rlhf.types import Sampling
 
 OBSERVERS = ("Throughput", "Memory", "Samples", "IterationCheckpoint")
 """Callbacks that a run has by default; ``trainer.callbacks: []`` removes them, ``callbacks+:`` appends."""
@@ -80,10 +86,47 @@ class RLHFCLI(LightningCLI):
         )
 
 
+def readable(message: str) -> str:
+    """One line out of the parser's nested report: the key, and the reasons that matter."""
+    keys: list[str] = []
+    reasons: list[str] = []
+    types: list[str] = []
+    given = ""
+    for raw in message.splitlines():
+        line = raw.strip().removeprefix("- ")
+        while found := re.match(r"""Parser key "([^"]+)":\s*|Problem with given class_path '[^']*':\s*""", line):
+            keys += [found[1]] if found[1] and found[1] not in keys else []
+            line = line[found.end() :]
+        types += re.findall(r"Expected a <class '(?!NoneType)(\w+)'>", line)
+        if line.startswith("Given value:") and not given and len(line) < 120 and "Namespace(" not in line:
+            given = re.sub(r"NestedArg\(key=.*, val='?(.*?)'?\)$", r"\1", line.removeprefix("Given value:").strip())
+        elif line and not re.match(r"Does not validate|Subtypes:|Errors:|Given value|Expected a (<class|path but|dot)", line):
+            reasons.append(line)
+    expected = f"must be a {' or '.join(dict.fromkeys(types))}" if types else "is not accepted"
+    text = " or ".join(dict.fromkeys(reasons)) or f"{expected}, got {given or ' '.join(message.split())}"
+    text = re.sub(r"Expected a typing\.Literal(\[[^]]*\])\. Got value: (.*)", r"must be one of \1, got \2", text)
+    text = re.sub(r"^Expected a typing\.Literal(?=\[)", "must be one of ", text)
+    text = text.replace("Expected a typing.Literal", "")
+    text = re.sub(r"Not of type \w+: (\S+) does not conform to restriction v", r"got \1, must be ", text)
+    return ": ".join([".".join(keys), text] if keys else [text]) + _suggestion(text)
+
+
+def _suggestion(text: str) -> str:
+    """A known option that looks like the unknown one."""
+    unknown = re.search(r"Option '([^']+)' is not accepted|unrecognized arguments: --(\S+)", text)
+    if unknown is None:
+        return ""
+    classes = (RLHFLightningModule, PPOLightningModule, PromptDataModule, RolloutCallback, Sampling, KL, pl.Trainer)
+    known = {name for c in classes for name in inspect.signature(c).parameters}
+    option = (unknown[1] or unknown[2]).split("=")[0].rsplit(".", 1)[-1]
+    close = difflib.get_close_matches(option, known, 1, 0.6)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
 def fail(message: str, code: int = 1) -> NoReturn:
     """Print one line, on the first process only, and exit."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0 and int(os.environ.get("NODE_RANK", 0)) == 0:
-        print(f"lightning-rlhf: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        print(f"lightning-rlhf: error: {' '.join(readable(message).split())}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 

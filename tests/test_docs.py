@@ -78,7 +78,16 @@ def test_yaml_in_a_page_uses_keys_that_exist(page: Path) -> None:
 
 def test_the_list_of_metrics_is_complete(tmp_path: Path) -> None:
     logger = "--trainer.logger.init_args.save_dir"
-    command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", "configs/tiny_ppo.yaml", logger, str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_rlhf",
+        "fit",
+        "--config",
+        "configs/tiny_ppo.yaml",
+        logger,
+        str(tmp_path),
+    ]
     subprocess.run([*command, "--trainer.max_steps", "1"], cwd=ROOT, check=True, capture_output=True)
     (file,) = tmp_path.rglob("metrics.csv")
     with file.open(newline="") as opened:

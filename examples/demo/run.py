@@ -4,15 +4,18 @@
 
     python examples/demo/run.py --config configs/demo_ppo.yaml [any option of lightning-rlhf fit]
 
-The exit status is 1 unless the mean reward of the last three iterations is at least twice that of the first three and the
-reward on the held-out prompts has risen.
+The exit status is 1 unless the mean reward of the last three iterations is at least twice that of the first three and
+the reward on the held-out prompts has risen.
 """
 
 from __future__ import annotations
 
 import csv
+import logging
+import os
 import sys
 import time
+import warnings
 from pathlib import Path
 from statistics import mean
 from typing import Any, TypeAlias
@@ -52,7 +55,7 @@ class DemoCLI(RLHFCLI):
     @property
     def folder(self) -> Path:
         """Where the run's metrics and samples are."""
-        return Path(self.trainer.log_dir)
+        return Path(self.trainer.log_dir or ".")
 
 
 def rewards_of(metrics: Path) -> list[float]:
@@ -94,7 +97,16 @@ def draw(rewards: list[float], before: float, after: float, path: Path) -> None:
     plt.close(figure)
 
 
+def quiet() -> None:
+    """Leave the progress bar and the results on the console: no tips, no bars of small things."""
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module=r"lightning|jsonargparse")
+
+
 def main() -> int:
+    quiet()
     cli = DemoCLI(["fit", *sys.argv[1:]])
     rewards = rewards_of(cli.folder / "metrics.csv")
     first, last = mean(rewards[:ENDS]), mean(rewards[-ENDS:])

@@ -1,10 +1,10 @@
 """The demo's task: adding two numbers, which the model half knows and a rule can check.
 
-    prompt   "7+6=13\\n12+9="     one worked example, then the question; 13 to 15 tokens
+    prompt   "7+6=13\\n12+9="     one worked example, then the question; 11 to 13 tokens
     answer   "21"                 scored by `lightning_rlhf.rewards.first_number`
 
-SmolLM2-135M-Instruct answers about a fifth of these right when it samples at temperature 1. Both operands run from 1 to 24.
-A pair is held out in both orders, so no held-out sum was trained on the other way round.
+SmolLM2-135M-Instruct answers about a fifth of these right when it samples at temperature 1. Both operands run from 1 to
+24. A pair is held out in both orders, so no held-out sum was trained on the other way round.
 
     python examples/demo/task.py FOLDER      writes train.jsonl and heldout.jsonl
 """
@@ -32,12 +32,15 @@ def row(a: int, b: int) -> dict[str, str]:
 def split(seed: int = 0) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """(training rows, held-out rows): the same on every machine, disjoint, without the worked example."""
     pairs = [p for p in combinations_with_replacement(range(1, LARGEST + 1), 2) if set(p) != set(EXAMPLE)]
-    random.Random(seed).shuffle(pairs)
+    order = random.Random(seed)
+    order.shuffle(pairs)
     train: list[dict[str, str]] = []
     held_out: list[dict[str, str]] = []
     for a, b in pairs:
         part = held_out if len(held_out) < HELD_OUT else train
         part.extend(row(x, y) for x, y in sorted({(a, b), (b, a)}))
+    for part in (train, held_out):
+        order.shuffle(part)
     return train, held_out
 
 

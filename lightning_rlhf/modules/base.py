@@ -79,7 +79,7 @@ class RLHFLightningModule(pl.LightningModule):
 
     Args:
         model: local folder or hub id of the policy, or ``random:tiny``.
-        reward: function or functions by dotted path, in TRL's signature ``f(prompts, completions, **columns)`` or verl's
+        reward: functions by dotted path, in TRL's signature ``f(prompts, completions, **columns)`` or verl's
             ``f(data_source, solution_str, ground_truth, extra_info)``; not needed when `score` is overridden.
         reward_weights: one per function, default 1.
         reward_timeout: seconds one scoring of an iteration's responses may take per function.
@@ -115,7 +115,7 @@ class RLHFLightningModule(pl.LightningModule):
     def __init__(
         self,
         model: str,
-        reward: RewardFunction | list[RewardFunction] | None = None,
+        reward: list[RewardFunction] | None = None,
         reward_weights: list[float] | None = None,
         reward_timeout: PositiveFloat = 60.0,
         reward_workers: NonNegativeInt = 0,
@@ -147,8 +147,7 @@ class RLHFLightningModule(pl.LightningModule):
         self.automatic_optimization = False
         self.model, self.trust_remote_code = model, trust_remote_code
         self.attention, self.gradient_checkpointing = attention, gradient_checkpointing
-        functions = reward if isinstance(reward, list) else [] if reward is None else [reward]
-        self.scorer = Scorer(functions, reward_weights, timeout=reward_timeout, workers=reward_workers)
+        self.scorer = Scorer(reward or [], reward_weights, timeout=reward_timeout, workers=reward_workers)
         self.advantage_function = _function(advantage or self.default_advantage, advantages, "model.advantage")
         self.loss_function = _function(loss, losses, "model.loss")
         self.aggregation, self.entropy_coef, self.kl, self.mask_truncated = aggregation, entropy_coef, kl, mask_truncated

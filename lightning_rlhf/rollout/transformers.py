@@ -155,8 +155,7 @@ class TransformersEngine(RolloutEngine):
         unique = list(dict.fromkeys(row.prompt for row in rows))
         logits, mask, cache = self._prefill(unique)
         place = {prompt: i for i, prompt in enumerate(unique)}
-        keep = [place[row.prompt] for row in rows]
-        select = self._index(keep)
+        select = self._index([place[row.prompt] for row in rows])
         cache.reorder_cache(select)
         logits, mask = logits[select], mask[select]
         while True:

@@ -398,8 +398,8 @@ def is_moe(model_config: Any) -> bool:
 def claim_process(owns_default_group: bool) -> None:
     """Make sure that no other engine runs here, and that this one leaves the trainer's process group alone.
 
-    ``EngineCore.shutdown`` ends in ``cleanup_dist_env_and_memory``, which destroys the DEFAULT group; newer versions run
-    it from a finalizer, too, whenever the engine is collected. `shut_down` destroys vLLM's own groups.
+    ``EngineCore.shutdown`` ends in ``cleanup_dist_env_and_memory``, which destroys the DEFAULT group; newer versions do
+    so from a finalizer, too, whenever the engine is collected. `shut_down` destroys vLLM's own groups.
 
     Raises:
         RuntimeError: an engine is running: vLLM's groups and its sleeping memory are global to the process.
