@@ -14,7 +14,10 @@ from pathlib import Path
 import torch
 
 TINY = "random:tiny"
-_VERSION = "1"
+PAD, EOS = "<|endoftext|>", "<|im_end|>"
+"""Qwen's own: transformers gives a Qwen2 its tokenizer class, which would add them otherwise."""
+
+_VERSION = "2"
 
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
@@ -72,7 +75,7 @@ def _write(folder: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-    special = ["<pad>", "<eos>", "<bos>"]
+    special = [PAD, EOS]
     vocab = {t: i for i, t in enumerate(special)}
     for char in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocab[char] = len(vocab)
@@ -81,7 +84,7 @@ def _write(folder: Path) -> None:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(t, special=True) for t in special])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", chat_template=_CHAT_TEMPLATE
+        tokenizer_object=backend, pad_token=PAD, eos_token=EOS, unk_token=PAD, chat_template=_CHAT_TEMPLATE
     )
     tokenizer.save_pretrained(folder)
 
@@ -94,14 +97,12 @@ def _write(folder: Path) -> None:
         num_key_value_heads=1,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
-        pad_token_id=vocab["<pad>"],
-        eos_token_id=vocab["<eos>"],
-        bos_token_id=vocab["<bos>"],
+        pad_token_id=vocab[PAD],
+        eos_token_id=vocab[EOS],
+        bos_token_id=None,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        pad_token_id=vocab["<pad>"], eos_token_id=vocab["<eos>"], bos_token_id=vocab["<bos>"]
-    )
+    model.generation_config = GenerationConfig(pad_token_id=vocab[PAD], eos_token_id=vocab[EOS])
     model.save_pretrained(folder)

@@ -184,7 +184,7 @@ class Experience(_Movable):
     """The whole iteration's responses, equal on every rank, ready for the update.
 
     ``sequences`` are prompt + response token ids, ``prompt_lengths`` where the response begins. A row whose mask is 0
-    throughout (empty or unscorable) takes part in nothing. ``old_log_probs`` is None when the update's own forward pass
+    throughout (empty or unscorable) takes part in nothing. ``max_length`` is the longest response allowed. ``old_log_probs`` is None when the update's own forward pass
     stands for it (one optimizer step per rollout: the ratio is exactly 1).
     """
 
@@ -194,6 +194,7 @@ class Experience(_Movable):
     mask: Float[Tensor, "G T"]
     rewards: Float[Tensor, "G T"]
     temperature: float
+    max_length: int
     sampler_log_probs: Float[Tensor, "G T"] | None = None
     old_log_probs: Float[Tensor, "G T"] | None = None
     ref_log_probs: Float[Tensor, "G T"] | None = None

@@ -351,7 +351,7 @@ class RLHFLightningModule(pl.LightningModule):
         self.packing = {"real_tokens": 0, "padded_tokens": 0}
         steps = [rows for epoch in range(self.ppo_epochs) for rows in self._mini_batches(len(experience), epoch)]
         for number, rows in enumerate(steps, 1):
-            weights = token_weights(experience.mask[rows], self.aggregation)
+            weights = token_weights(experience.mask[rows], self.aggregation, experience.max_length)
             scattered = torch.zeros_like(experience.mask).index_copy_(0, torch.tensor(rows, device=self.device), weights)
             for packed, members in self.micro_batches(experience, rows, count=True):
                 width = packed.response_mask.shape[1]
@@ -479,7 +479,8 @@ class RLHFLightningModule(pl.LightningModule):
 
     def log_iteration(self, rollout: Rollout, experience: Experience, metrics: Metrics) -> None:
         """All of the iteration's metrics in one reduction; equal on every rank, so that nothing else is synchronised."""
-        add_scores(metrics, self.last_scores)
+        names = self.strategy.all_gather_objects_dp(list(self.last_scores.metrics))
+        add_scores(metrics, self.last_scores, sorted({name for rank in names for name in rank}))
         add_completions(metrics, rollout)
         reduced = finish(metrics.reduce(self.strategy.all_reduce_dp))
         for group in self.optimizers().param_groups:  # type: ignore[union-attr]

@@ -63,6 +63,7 @@ def gather_experience(
         mask=mask,
         rewards=last_token_rewards(total, mask),
         temperature=rollout.sampling.temperature,
+        max_length=rollout.sampling.max_completion_length,
         sampler_log_probs=right_pad([sampler[i] for i in rows]) if len(sampler) == len(rows) else None,
     )
 

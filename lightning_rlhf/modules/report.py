@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import comb
 
 import torch
@@ -14,16 +15,20 @@ from lightning_rlhf.modules.metrics import Metrics
 from lightning_rlhf.types import Experience, Rollout, Scores
 
 
-def add_scores(metrics: Metrics, scores: Scores) -> None:
-    """Rewards of this data rank: total, each function's own, and what the functions logged."""
+def add_scores(metrics: Metrics, scores: Scores, logged: Sequence[str]) -> None:
+    """Rewards of this data rank: total, each function's own, and what the functions logged.
+
+    Args:
+        logged: names that the functions logged on any rank.
+    """
     valid = scores.total.isfinite()
     metrics.mean("reward/mean", scores.total, valid)
     metrics.mean("reward/square", scores.total.square(), valid)
     metrics.sum("reward/failures", float(scores.failures))
     for name, part in scores.parts.items():
         metrics.mean(f"reward/{name}/mean", part, part.isfinite())
-    for name, value in scores.metrics.items():
-        metrics.mean(f"reward/{name}", value)
+    for name in logged:
+        metrics.mean(f"reward/{name}", scores.metrics.get(name, 0.0), float(name in scores.metrics))
 
 
 def add_completions(metrics: Metrics, rollout: Rollout) -> None:
