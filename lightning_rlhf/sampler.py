@@ -73,7 +73,7 @@ class PromptSampler(Sampler[list[int]]):
 def fit_position(trainer: pl.Trainer) -> tuple[int, int]:
     """(epoch, batches of it already done), from the number of batches that the run has been through.
 
-    Not from the trainer's epoch: resumed at an epoch's end with ``max_steps``, Lightning 2.6 takes one batch more before
+    Not from the trainer's epoch: resumed at an epoch's end with ``max_steps``, Lightning 2.6 takes one more batch till
     it counts the next epoch. Valid from the moment that a batch is asked for.
     """
     return divmod(trainer.fit_loop.epoch_loop.batch_progress.total.completed, int(trainer.num_training_batches))

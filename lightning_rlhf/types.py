@@ -132,7 +132,7 @@ class Completion:
 class Rollout(_Movable):
     """The responses of one data rank: what the `RolloutCallback` adds to the batch as ``batch["rollout"]``.
 
-    ``group`` is the prompt's global position in the iteration: members of a group share it, whichever rank they live on.
+    ``group`` is the prompt's row in the data set: members of a group share it, whichever rank they live on.
     """
 
     prompts: Prompts
@@ -143,9 +143,7 @@ class Rollout(_Movable):
     sampler_log_probs: Float[Tensor, "B T"] | None = None
 
     @classmethod
-    def build(
-        cls, prompts: Prompts, completions: list[Completion], sampling: Sampling, group: Int[Tensor, "P"]
-    ) -> Rollout:
+    def build(cls, prompts: Prompts, completions: list[Completion], sampling: Sampling) -> Rollout:
         """Align ragged completions: masks from lengths, log-probs beside them when every completion has some."""
         n = sampling.num_generations
         if len(completions) != len(prompts) * n:
@@ -155,7 +153,7 @@ class Rollout(_Movable):
             prompts=prompts,
             completions=completions,
             sampling=sampling,
-            group=group.repeat_interleave(n),
+            group=prompts.index.repeat_interleave(n),
             mask=right_pad([[1.0] * len(c.token_ids) for c in completions]),
             sampler_log_probs=right_pad(log_probs) if len(log_probs) == len(completions) else None,
         )

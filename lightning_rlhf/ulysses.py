@@ -332,8 +332,18 @@ def transformers_kernel(implementation: str) -> Kernel:
     return kernel
 
 
+def check_kernel(name: str) -> None:
+    """Raise ValueError unless `choose_kernel` knows ``name``."""
+    if name not in ("auto", "torch", "padded", "reference") and not name.startswith("flash_attention_"):
+        raise ValueError(
+            f"model.attention must be auto, torch, padded, reference, or a transformers name such as flash_attention_3,"
+            f" got {name!r}"
+        )
+
+
 def choose_kernel(name: str, device: torch.device) -> Kernel:
     """``auto`` is torch's varlen kernel on CUDA and the padded one elsewhere; other names choose explicitly."""
+    check_kernel(name)
     own = {"reference": reference_kernel, "padded": padded_kernel, "torch": torch_kernel}
     own["auto"] = torch_kernel if device.type == "cuda" else padded_kernel
     return own[name] if name in own else transformers_kernel(name)

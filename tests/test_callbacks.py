@@ -61,7 +61,7 @@ def a_rollout(tokenizer: Any) -> Rollout:
     prompts = Prompts(tokenizer(["2+2=?", "1+4=?"])["input_ids"], ["2+2=?", "1+4=?"], {}, torch.tensor([7, 3]))
     ids = [tokenizer(r)["input_ids"] if r else [] for r in RESPONSES]
     completions = [Completion(i, "stop") for i in ids]
-    return Rollout.build(prompts, completions, Sampling(num_generations=2), torch.tensor([0, 1]))
+    return Rollout.build(prompts, completions, Sampling(num_generations=2))
 
 
 def an_experience(rollout: Rollout) -> Experience:

@@ -24,6 +24,7 @@ def tokenizer():
 @pytest.fixture
 def bos_tokenizer(tokenizer):
     """Puts a BOS before every text, as Llama's does."""
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
     bos = (tokenizer.bos_token, tokenizer.bos_token_id)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
     assert tokenizer("a").input_ids[0] == tokenizer.bos_token_id
@@ -86,6 +87,7 @@ def test_there_is_exactly_one_bos_where_the_tokenizer_adds_one(bos_tokenizer, pr
 
 
 def test_there_is_no_bos_where_the_tokenizer_adds_none(tokenizer):
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
     assert tokenizer.bos_token_id not in encode(tokenizer, "text") + encode(tokenizer, CHAT)
 
 

@@ -134,14 +134,16 @@ def reward_model(tmp_path_factory):
 
 
 def test_a_reward_model_scores_each_sequence_as_it_would_alone(reward_model):
+    tokenizer = AutoTokenizer.from_pretrained(reward_model)
+    end = tokenizer.eos_token
     prompts = ["2+2=", [{"role": "user", "content": "hello"}], "a", "b"]
-    completions = ["4", chat("hi there, you"), "bc" * 9 + "<eos>", "c<eos><eos>"]
+    completions = ["4", chat("hi there, you"), "bc" * 9 + end, f"c{end}{end}"]
     scored = RewardModel(str(reward_model), dtype="float32", batch_size=3)(prompts, completions)
 
     model = Qwen2ForSequenceClassification.from_pretrained(reward_model)
     model.config.pad_token_id = None  # alone, nothing is padded and the last token is the last one
-    tokenizer = AutoTokenizer.from_pretrained(reward_model)
-    texts = ["2+2=4", "user: hello\nassistant: hi there, you\n", "a" + "bc" * 9 + "<eos>", "bc<eos><eos>"]
+    texts = ["2+2=4", "user: hello\nassistant: hi there, you\n", "a" + "bc" * 9 + end, f"bc{end}{end}"]
+    assert tokenizer(texts[3]).input_ids[-1] == tokenizer.pad_token_id
     with torch.no_grad():
         alone = [model(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]
     assert scored == pytest.approx(alone, abs=1e-5)

@@ -163,7 +163,9 @@ def test_a_resumed_run_takes_the_batches_that_the_uninterrupted_one_would_have_t
 def test_a_limit_of_batches_takes_the_beginning_of_each_epoch(whole):
     limited = fit(max_epochs=3, limit_train_batches=2)
     assert limited.seen == [
-        (epoch, batch, 2 * epoch + batch, whole[0].seen[6 * epoch + batch][-1]) for epoch in range(3) for batch in range(2)
+        (epoch, batch, 2 * epoch + batch, whole[0].seen[6 * epoch + batch][-1])
+        for epoch in range(3)
+        for batch in range(2)
     ]
 
 

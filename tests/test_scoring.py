@@ -28,7 +28,7 @@ def rollout(prompts=("p0", "p1"), n=2, **columns):
     """Responses of 1, 2, 3, ... tokens."""
     ids = Prompts([[1]] * len(prompts), list(prompts), columns, torch.arange(len(prompts)))
     done = [Completion([7] * (i + 1), "stop") for i in range(len(prompts) * n)]
-    return Rollout.build(ids, done, Sampling(num_generations=n), torch.arange(len(prompts)))
+    return Rollout.build(ids, done, Sampling(num_generations=n))
 
 
 def same(tensor, values):
@@ -234,6 +234,16 @@ def test_a_response_lost_to_several_functions_counts_once():
         scores = Scorer([fails_on_x, fails_on_x])(rollout(), ["a", "x", "bb", "ccc"])
     assert scores.failures == 1
     assert len(caught) == 2
+
+
+def test_a_response_lost_to_any_function_is_lost():
+    def fails_on_b(completions):
+        return [1 / len(c.strip("b")) for c in completions]
+
+    with pytest.warns(UserWarning, match="1 of 4"):
+        scores = Scorer([fails_on_x, fails_on_b])(rollout(), ["a", "x", "b", "c"])
+    same(scores.total, [2, nan, nan, 2])
+    assert scores.failures == 2
 
 
 def test_an_infinite_reward_is_a_failure():

@@ -80,7 +80,7 @@ class RolloutCallback(pl.Callback):
         config = AutoConfig.from_pretrained(module.model_path, trust_remote_code=module.trust_remote_code)
         limit = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
         response = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
-        prompt = getattr(data, "max_prompt_length", None)
+        prompt = getattr(data, "max_prompt_length", None) or getattr(data, "longest_prompt", None)
         longest = prompt + response if prompt else limit
         if response >= limit or longest > limit:
             raise ValueError(
@@ -195,9 +195,7 @@ class RolloutCallback(pl.Callback):
             completions = self.engine.generate(
                 [ids for ids in prompts.ids for _ in range(n)], sampling, seeds=seeds, log_probs=log_probs
             )
-        first = module.strategy.dp_rank * len(prompts)
-        group = torch.arange(first, first + len(prompts))
-        return Rollout.build(prompts, completions, sampling, group)
+        return Rollout.build(prompts, completions, sampling)
 
 
 def _move_state(optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> None:

@@ -41,6 +41,7 @@ from lightning_rlhf.phases import Phases
 from lightning_rlhf.scoring import Scorer
 from lightning_rlhf.tiny import local_path
 from lightning_rlhf.types import Experience, Rollout, Scores, derive_seed
+from lightning_rlhf.ulysses import check_kernel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -156,6 +157,7 @@ class RLHFLightningModule(pl.LightningModule):
         self.lr, self.optimizer = lr, optimizer
         self.lr_schedule, self.warmup_steps, self.min_lr_ratio = lr_schedule, warmup_steps, min_lr_ratio
         self.max_grad_norm, self.max_skipped_steps, self.val_success = max_grad_norm, max_skipped_steps, val_success
+        check_kernel(attention)
         if clip_dual is not None and clip_dual <= 1.0:
             raise ValueError(f"model.clip_dual must be above 1, or null to switch it off, got {clip_dual}")
         self.actor: Policy = None  # type: ignore[assignment]
@@ -204,7 +206,15 @@ class RLHFLightningModule(pl.LightningModule):
 
     @property
     def strategy(self) -> FSDPUlyssesStrategy:
-        return self.trainer.strategy  # type: ignore[return-value]
+        """Of the trainer.
+
+        Raises:
+            TypeError: it is another one.
+        """
+        strategy = self.trainer.strategy
+        if not hasattr(strategy, "data_mesh"):
+            raise TypeError(f"{type(self).__name__} needs trainer.strategy: fsdp_ulysses, got {type(strategy).__name__}")
+        return strategy  # type: ignore[return-value]
 
     @property
     def settings(self) -> ModelSettings:
@@ -244,6 +254,9 @@ class RLHFLightningModule(pl.LightningModule):
         scheduler = warmup_schedule(optimizer, self.lr_schedule, self.warmup_steps, total, self.min_lr_ratio)
         return [optimizer], [scheduler]
 
+    def teardown(self, stage: str) -> None:
+        self.scorer.close()
+
     # -- one iteration ----------------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
@@ -270,7 +283,7 @@ class RLHFLightningModule(pl.LightningModule):
 
     def decode(self, rollout: Rollout) -> list[str]:
         """Texts of the responses, special tokens left out."""
-        return self.tokenizer.batch_decode([c.token_ids for c in rollout.completions], skip_special_tokens=True)
+        return [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in rollout.completions]
 
     def compute_advantages(self, experience: Experience) -> tuple[Tensor, Tensor]:
         """(advantages, returns), each (G, T), from the whole batch. Runs equally on every rank."""

@@ -47,7 +47,7 @@ def setup(**changes: object) -> EngineSetup:
 
 
 def build(**changes: object) -> VLLMEngine:
-    engine = VLLMEngine(kv_cache_memory_bytes=16 << 20)
+    engine = VLLMEngine(kv_cache_memory_bytes=16 << 20, engine_args={"block_size": 32})  # prompts fill several blocks
     engine.setup(setup(**changes))
     return engine
 

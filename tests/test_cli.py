@@ -1,0 +1,147 @@
+"""The command line: defaults, flat YAML, saved configs, and one line for each mistake."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_rlhf import GRPOLightningModule
+from lightning_rlhf.cli import RLHFCLI, main
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+PPO = ["fit", "--config", str(CONFIGS / "tiny_ppo.yaml")]
+QUIET = ["--trainer.logger=false", "--trainer.callbacks=[]", "--trainer.enable_progress_bar=false"]
+
+MISTAKES = {
+    "--model.lrr=1": "model: Option 'lrr' is not accepted, did you mean 'lr'?",
+    "--model.lr=fast": "model.lr:",
+    "--model.lr=-1": "model.lr: got -1, must be >0",
+    "--model.lr=0": "model.lr: got 0, must be >0",
+    "--model.mini_batches=0": "model.mini_batches: got 0, must be >0",
+    "--model.micro_batch_tokens=8": "a micro-batch holds 8: raise model.micro_batch_tokens",
+    "--model.reward=[lightning_rlhf.rewards.nope]": "model.reward:",
+    "--model.reward=[no_such_package.reward]": "model.reward:",
+    "--model.model=/no/such/folder": "model.model: there is no folder '/no/such/folder'",
+    "--model.model=random:huge": "the only built-in model is 'random:tiny'",
+    "--model.kl.estimator=k9": "model.kl.estimator: must be one of",
+    "--model.kl.estimator=k1": "has no useful gradient in the loss",
+    "--model.loss=nope": "model.loss: there is no 'nope'; built in: ppo",
+    "--model.advantage=nope.f": "model.advantage: there is no 'nope.f'; built in: gae, grpo",
+    "--model.aggregation=mean": "model.aggregation: must be one of ['token-mean'",
+    "--model.clip_dual=0.5": "model.clip_dual must be above 1",
+    "--model.optimizer=Nope": "model.optimizer:",
+    "--model.attention=nope": "model.attention",
+    "--model=no_such_package.Module": "model: No module named 'no_such_package'",
+    "--data.task=nope": "data.task: 'nope'",
+    "--data.path=no.jsonl": "data needs exactly one of path and task",
+    "--data.batch_size=0": "data.batch_size: got 0, must be >0",
+    "--data.batch_size=1000000": "data.batch_size=1000000 is more than the",
+    "--data.max_prompt_length=3": "data.max_prompt_length",
+    "--trainer.max_step=3": "did you mean 'max_steps'?",
+    "--trainer.precision=99": "trainer.precision: must be one of",
+    "--trainer.precision=16-mixed": "precision",
+    "--trainer.devices=0": "devices",
+    "--trainer.strategy=nope": "strategy",
+    "--trainer.strategy=ddp": "needs trainer.strategy: fsdp_ulysses",
+    "--trainer.strategy.sequence_parallel_size=0": "trainer.strategy.sequence_parallel_size must be at least 1, got 0",
+    "--trainer.strategy.sequence_parallel_size=3": "1 processes are no multiple of",
+    "--trainer.gradient_clip_val=1": "set model.max_grad_norm",
+    "--trainer.accumulate_grad_batches=2": "set model.micro_batch_tokens",
+    "--rollout.sampling.temperature=0": "rollout.sampling.temperature must be positive",
+    "--rollout.sampling.top_p=2": "sampling.top_p must be in (0, 1], got 2",
+    "--rollout.sampling.max_completion_length=-5": "max_completion_length must be at least 1, got -5",
+    "--rollout.sampling.max_completion_length=1000000": "exceed the model's 2048 positions",
+    "--rollout.engine=no_such_package.Engine": "rollout.engine: No module named 'no_such_package'",
+    "--rollout.sleep_level=7": "rollout.sleep_level: must be one of [0, 1, 2], got 7",
+    "--rollout.samplin.n=2": "unrecognized arguments",
+    "--config=no.yaml": "no.yaml",
+    "--ckpt_path=/no/such/checkpoint": "/no/such/checkpoint",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_ends_in_one_line_that_says_what_to_change(mistake, capfd, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main([*PPO, *QUIET, mistake])
+    lines = [line for line in capfd.readouterr().err.splitlines() if "error" in line.lower()]
+    assert ended.value.code not in (0, None)
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("lightning-rlhf: error: ")
+    assert MISTAKES[mistake] in lines[0]
+    assert len(lines[0]) < 400
+
+
+def test_a_mistake_in_a_process_of_its_own_prints_no_traceback(tmp_path):
+    command = [sys.executable, "-m", "lightning_rlhf", *PPO, "--model.lr=-1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.strip().splitlines() == ["lightning-rlhf: error: model.lr: got -1, must be >0"]
+
+
+def parsed(*arguments: str):
+    class Parsed(RLHFCLI):
+        def instantiate_classes(self) -> None:
+            pass
+
+        def _run_subcommand(self, subcommand: str) -> None:
+            pass
+
+    return Parsed(list(arguments)).config.fit
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in CONFIGS.glob("*.yaml")))
+def test_every_config_parses(name):
+    config = parsed("fit", "--config", str(CONFIGS / name))
+    assert config.model.init_args.model
+
+
+def test_defaults_are_ppo_with_observers_logging_every_iteration():
+    config = parsed("fit", "--model.model=random:tiny", "--data.path=x.jsonl")
+    assert config.model.class_path == "lightning_rlhf.PPOLightningModule"
+    assert config.data.class_path == "lightning_rlhf.PromptDataModule"
+    assert config.trainer.strategy.class_path == "lightning_rlhf.FSDPUlyssesStrategy"
+    assert config.trainer.log_every_n_steps == 1
+    assert config.trainer.num_sanity_val_steps == 0
+    assert [c.class_path.rpartition(".")[2] for c in config.trainer.callbacks] == [
+        "Throughput",
+        "Memory",
+        "Samples",
+        "IterationCheckpoint",
+    ]
+
+
+def test_another_class_keeps_its_own_advantage_estimator():
+    config = parsed("fit", "--model=lightning_rlhf.GRPOLightningModule", "--model.model=random:tiny", "--data.path=x.jsonl")
+    assert config.model.init_args.advantage is None
+    assert GRPOLightningModule("random:tiny").advantage_function.__name__ == "grpo"
+
+
+def test_callbacks_can_be_appended():
+    more = ["--trainer.callbacks+=lightning_rlhf.HFExport"]
+    config = parsed("fit", "--model.model=random:tiny", "--data.path=x.jsonl", *more)
+    assert len(config.trainer.callbacks) == 5
+
+
+def test_keys_are_not_abbreviated(capfd):
+    with pytest.raises(SystemExit):
+        parsed("fit", "--model.model=random:tiny", "--data.path=x.jsonl", "--trainer.max_epoch=3")
+    assert "did you mean 'max_epochs'?" in capfd.readouterr().err
+
+
+def test_print_config_is_a_config_that_gives_itself_again(capfd, tmp_path):
+    printed = []
+    file = str(CONFIGS / "ppo.yaml")
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            parsed("fit", "--config", file, "--print_config")
+        assert ended.value.code == 0
+        printed.append(capfd.readouterr().out)
+        file = str(tmp_path / "again.yaml")
+        Path(file).write_text(printed[-1])
+    assert printed[0] == printed[1]
+    assert yaml.safe_load(printed[0])["model"]["init_args"]["reward"] == ["lightning_rlhf.rewards.numeric_answer"]

@@ -1,0 +1,103 @@
+"""The import graph points down: what DESIGN calls layers, read from the source."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import lightning_rlhf
+
+ROOT = Path(lightning_rlhf.__file__).parent
+
+ALLOWED = {
+    "types": set(),
+    "phases": set(),
+    "flops": set(),
+    "ulysses": set(),
+    "tiny": set(),
+    "packing": {"types"},
+    "runners": {"rewards"},
+    "calls": {"rewards"},
+    "sampler": set(),
+    "sources": set(),
+    "prompts": {"types", "sources"},
+    "data": {"types", "prompts", "sampler", "sources", "tiny"},
+    "rewards": {"types", "tiny"},
+    "scoring": {"types", "calls", "rewards", "runners"},
+    "strategy": {"ulysses"},
+    "modules": {"types", "phases", "packing", "ulysses", "flops", "tiny", "scoring"},
+    "rollout": {"types"},
+    "callbacks": {"rollout", "types", "phases", "flops"},
+    "cli": {"callbacks", "data", "modules", "types", "__init__"},
+    "__main__": {"cli"},
+    "__init__": {"callbacks", "data", "modules", "strategy", "types", "rollout"},
+}
+
+
+def layer(file: Path) -> str:
+    return file.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports(file: Path, *, lazy: bool = True) -> set[str]:
+    """Dotted names that a file imports; type-checking imports do not count."""
+    tree = ast.parse(file.read_text())
+    skipped = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        for node in ast.walk(block)
+    }
+    if not lazy:
+        functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        skipped |= {id(node) for function in functions for node in ast.walk(function)}
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def test_every_layer_imports_only_what_is_below_it():
+    assert len(FILES) > 20
+    for file in FILES:
+        own = layer(file)
+        parts = [name.split(".") for name in imports(file) if name.split(".")[0] == "lightning_rlhf"]
+        used = {p[1] if len(p) > 1 and (ROOT / p[1]).exists() or (ROOT / f"{p[1]}.py").exists() else "__init__" for p in parts if len(p) > 1}
+        assert used - {own} <= ALLOWED[own], f"{file.relative_to(ROOT)} imports {sorted(used - {own} - ALLOWED[own])}"
+
+
+def test_modules_import_each_other_without_cycles():
+    graph = {}
+    for file in FILES:
+        name = ".".join(("lightning_rlhf", *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+        graph[name] = imports(file, lazy=False)
+    known = set(graph)
+
+    def targets(name: str) -> set[str]:
+        return {t for i in graph[name] for t in (i, i.rpartition(".")[0]) if t in known and t not in (name, "lightning_rlhf")}
+
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path, name))
+        if name not in done:
+            for target in targets(name):
+                visit(target, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_vllm_is_imported_in_one_file_and_only_inside_functions():
+    users = {f.relative_to(ROOT).as_posix() for f in FILES if any(n.split(".")[0] == "vllm" for n in imports(f))}
+    assert users == {"rollout/vllm.py"}
+    assert not any(n.split(".")[0] == "vllm" for n in imports(ROOT / "rollout/vllm.py", lazy=False))
