@@ -25,7 +25,7 @@ help: ## this list
 demo: $(VENV)/.demo ## train SmolLM2-135M by PPO on this CPU: about 8 minutes on 2 cores, downloads included about 12
 	$(VENV)/bin/python examples/demo/prepare.py $(DEMO)/smollm2-135m
 	$(VENV)/bin/python examples/demo/task.py $(DEMO)
-	$(VENV)/bin/python examples/demo/run.py --config configs/demo_ppo.yaml --seed_everything $(SEED) $(DEMO_ARGS)
+	TQDM_DISABLE=1 $(VENV)/bin/python examples/demo/run.py --config configs/demo_ppo.yaml --seed_everything $(SEED) $(DEMO_ARGS)
 
 test: $(VENV)/.test ## the tests that need neither a GPU nor vLLM
 	$(ONE_THREAD) $(VENV)/bin/python -m pytest -m "not slow and not vllm and not gpu" -n $(JOBS) $(PYTEST_ARGS)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import csv
 import logging
-import os
 import sys
 import time
 import warnings
@@ -98,8 +97,7 @@ def draw(rewards: list[float], before: float, after: float, path: Path) -> None:
 
 
 def quiet() -> None:
-    """Leave the progress bar and the results on the console: no tips, no bars of small things."""
-    os.environ.setdefault("TQDM_DISABLE", "1")
+    """Leave the progress bar and the results on the console (TQDM_DISABLE=1 silences the small bars as well)."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"lightning|jsonargparse")

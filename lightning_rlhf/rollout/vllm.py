@@ -175,7 +175,11 @@ class VLLMEngine(RolloutEngine):
             return
         if self.context.device.type == "cuda":
             self.wake(["weights", "kv_cache"])
-            self.llm.sleep(level=level)
+            gc.freeze()  # vLLM collects garbage here: over the trainer's heap that takes longer than all the rest
+            try:
+                self.llm.sleep(level=level)
+            finally:
+                gc.unfreeze()
         self._asleep = {"weights", "kv_cache"}
 
     @torch.no_grad()
