@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
+import string
 from typing import Any
 
 LENGTH = 256
 
 
 def rows(count: int = 4096) -> list[dict[str, Any]]:
-    """``count`` prompts of `LENGTH` words, each of which is one token of `random_model`'s tokenizer."""
+    """``count`` prompts of `LENGTH` letters, each of which is one token of `random_model`'s tokenizer."""
     rng = random.Random(0)
-    return [{"prompt": " ".join(f"t{rng.randrange(3, 512)}" for _ in range(LENGTH))} for _ in range(count)]
+    return [{"prompt": "".join(rng.choices(string.ascii_lowercase, k=LENGTH))} for _ in range(count)]
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:

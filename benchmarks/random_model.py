@@ -1,4 +1,4 @@
-"""A Qwen2 of a standard shape with random weights and a word-level tokenizer: for speed, where no weights can be had.
+"""A Qwen2 of a standard shape with random weights and a byte tokenizer: for speed, where no weights can be had.
 
     python benchmarks/random_model.py 1.5b /tmp/qwen2-1.5b
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 
 import torch
+
+from lightning_rlhf.tiny import write_byte_tokenizer
 
 # hidden, layers, heads, kv heads, intermediate, vocabulary, tied embeddings
 SHAPES = {
@@ -20,15 +22,10 @@ SHAPES = {
 
 def write(shape: str, folder: str) -> None:
     """Write the folder."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
+    from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
 
     hidden, layers, heads, kv_heads, intermediate, vocabulary, tied = SHAPES[shape]
-    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"t{i}": i for i in range(3, vocabulary)}
-    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder)
+    write_byte_tokenizer(folder)
     config = Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=hidden,

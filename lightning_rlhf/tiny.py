@@ -71,9 +71,10 @@ def tiny_model(cache: Path | None = None) -> Path:
     return target
 
 
-def _write(folder: Path) -> None:
+def write_byte_tokenizer(folder: Path | str) -> dict[str, int]:
+    """Save a tokenizer with one token per byte and a chat template; returns its vocabulary, `PAD` 0 and `EOS` 1."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     special = [PAD, EOS]
     vocab = {t: i for i, t in enumerate(special)}
@@ -87,7 +88,13 @@ def _write(folder: Path) -> None:
         tokenizer_object=backend, pad_token=PAD, eos_token=EOS, unk_token=PAD, chat_template=_CHAT_TEMPLATE
     )
     tokenizer.save_pretrained(folder)
+    return vocab
 
+
+def _write(folder: Path) -> None:
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    vocab = write_byte_tokenizer(folder)
     config = Qwen2Config(
         vocab_size=len(vocab),
         hidden_size=64,
