@@ -1,6 +1,6 @@
 """A Qwen2 of a standard shape with random weights and a byte tokenizer: for speed, where no weights can be had.
 
-    python benchmarks/random_model.py 1.5b /tmp/qwen2-1.5b
+python benchmarks/random_model.py 1.5b /tmp/qwen2-1.5b
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Three-shot additions of operands 1 to 99: the learning benchmark of docs/benchmarks.md, as rows for `PromptDataModule`.
 
-    data: {path: examples.addition.train, val_path: examples.addition.heldout}      reward: lightning_rlhf.rewards.first_number
+data: {path: examples.addition.train, val_path: examples.addition.heldout}      reward: lightning_rlhf.rewards.first_number
 """
 
 from __future__ import annotations

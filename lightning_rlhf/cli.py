@@ -85,7 +85,6 @@ class RLHFCLI(LightningCLI):
             }
         )
 
-
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = parser.parse_args(args)  # not super(): it warns that a program calls `main` with arguments
 
@@ -113,7 +112,9 @@ def readable(message: str) -> str:
         types += re.findall(r"Expected a <class '(?!NoneType)(\w+)'>", line)
         if line.startswith("Given value:") and not given and len(line) < 120 and "Namespace(" not in line:
             given = re.sub(r"NestedArg\(key=.*, val='?(.*?)'?\)$", r"\1", line.removeprefix("Given value:").strip())
-        elif line and not re.match(r"Does not validate|Subtypes:|Errors:|Given value|Expected a (<class|path but|dot)", line):
+        elif line and not re.match(
+            r"Does not validate|Subtypes:|Errors:|Given value|Expected a (<class|path but|dot)", line
+        ):
             reasons.append(line)
     expected = f"must be a {' or '.join(dict.fromkeys(types))}" if types else "is not accepted"
     text = " or ".join(dict.fromkeys(reasons)) or f"{expected}, got {given or ' '.join(message.split())}"
@@ -167,7 +168,15 @@ def main(args: Sequence[str] | None = None) -> None:
     progress = _Started()
     try:
         _cli(args, progress)
-    except (ValueError, TypeError, OSError, ImportError, NotImplementedError, MisconfigurationException, RuntimeError) as error:
+    except (
+        ValueError,
+        TypeError,
+        OSError,
+        ImportError,
+        NotImplementedError,
+        MisconfigurationException,
+        RuntimeError,
+    ) as error:
         if progress.started or os.environ.get("LIGHTNING_RLHF_TRACEBACK"):
             raise
         fail(f"{error}" or type(error).__name__)

@@ -26,8 +26,9 @@ Cost = Callable[[int], float]
 class Packed(_Movable):
     """One micro-batch as a stream of S tokens, whole sequences one after the other, padding (if any) as one more sequence.
 
-    ``labels[t]`` is the response token that position ``t`` predicts, `IGNORE` elsewhere; ``rows`` are the positions that have
-    one, ascending: the head computes those only. ``response_index[i, j]`` is the stream position that predicts token ``j`` of response ``i`` (0 where there is none: see ``response_mask``).
+    ``labels[t]`` is the response token that position ``t`` predicts, `IGNORE` elsewhere; ``rows`` are the positions that
+    have one, ascending: the head computes those only. ``response_index[i, j]`` is the stream position that predicts token
+    ``j`` of response ``i`` (0 where there is none: see ``response_mask``).
     """
 
     input_ids: Int[Tensor, "S"]

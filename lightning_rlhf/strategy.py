@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -111,7 +111,7 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         self.data_parallel_replicate = data_parallel_replicate
         self._data_mesh: DeviceMesh | None = None
 
-    # -- meshes ---------------------------------------------------------------------------------------------------------
+    # -- meshes ------------------------------------------------------------------------------------
 
     @override
     def setup_environment(self) -> None:
@@ -166,10 +166,10 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.dp_size, "rank": self.dp_rank}
 
-    # -- collectives of the algorithm: over data ranks, never over sequence-parallel ranks ----------------------------------
+    # -- collectives of the algorithm: over data ranks, never over sequence-parallel ranks ---------
 
-    def all_reduce_dp(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
-        """In place, over the data ranks."""
+    def all_reduce_dp(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """In place, over the data ranks; ``op`` is "sum" or "max"."""
         if self.dp_size > 1:
             reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
             dist.all_reduce(tensor, op=reduce_op, group=self.data_mesh["dp"].get_group())
@@ -199,7 +199,7 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         """The whole stream from the pieces."""
         return gather_sequence(x, self.sp_group)
 
-    # -- precision and devices ----------------------------------------------------------------------------------------------
+    # -- precision and devices ---------------------------------------------------------------------
 
     @property
     @override
@@ -216,7 +216,7 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
     def model_to_device(self) -> None:
         pass  # sharded modules are in place already, `.to(device)` would undo offloading
 
-    # -- sharding and loading -------------------------------------------------------------------------------------------------
+    # -- sharding and loading ----------------------------------------------------------------------
 
     def shard(self, root: nn.Module, units: list[nn.Module], frozen: bool = False) -> None:
         """Make ``root`` an FSDP2 root with ``units`` (decoder layers, an untied head, a value head) as groups of their own.
@@ -251,7 +251,7 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    # -- checkpoints: a DCP folder, local or remote; parameters without gradient are left out -----------------------------------
+    # -- checkpoints: a DCP folder, local or remote; parameters without gradient are left out ------
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -147,7 +147,9 @@ class Rollout(_Movable):
         """Align ragged completions: masks from lengths, log-probs beside them when every completion has some."""
         n = sampling.num_generations
         if len(completions) != len(prompts) * n:
-            raise ValueError(f"{len(prompts)} prompts with {n} responses each need {len(prompts) * n} completions, got {len(completions)}")
+            raise ValueError(
+                f"{len(prompts)} prompts with {n} responses each need {len(prompts) * n} completions, got {len(completions)}"
+            )
         log_probs = [c.log_probs for c in completions if c.log_probs is not None]
         return cls(
             prompts=prompts,
@@ -181,9 +183,9 @@ class Scores:
 class Experience(_Movable):
     """The whole iteration's responses, equal on every rank, ready for the update.
 
-    ``sequences`` are prompt + response token ids, ``prompt_lengths`` where the response begins. A row whose mask is 0
-    throughout (empty or unscorable) takes part in nothing. ``max_length`` is the longest response allowed. ``old_log_probs`` is None when the update's own forward pass
-    stands for it (one optimizer step per rollout: the ratio is exactly 1).
+    ``sequences`` are prompt + response token ids, ``prompt_lengths`` where the response begins, ``max_length`` the longest
+    response allowed. A row whose mask is 0 throughout (empty or unscorable) takes part in nothing. ``old_log_probs`` is None
+    when the update's own forward pass stands for it (one optimizer step per rollout: the ratio is exactly 1).
     """
 
     sequences: list[Int[Tensor, "_"]]

@@ -147,7 +147,7 @@ def _gather_heads(out: Tensor, heads: int, ranks: int, group: str) -> Tensor:
     return received.transpose(0, 1).reshape(tokens // ranks, ranks * local, dv)[:, :heads]
 
 
-# -- kernels on (tokens, heads, head_dim) with cu_seqlens ---------------------------------------------------------------
+# -- kernels on (tokens, heads, head_dim) with cu_seqlens ------------------------------------------
 
 
 def reference_kernel(
@@ -205,8 +205,8 @@ def padded_kernel(
     lengths = cu_seqlens.diff()
     rows = len(lengths) * max_length
     if not causal or softcap is not None or sinks is not None or rows > 2 * len(q):
-        features = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
-        return reference_kernel(q, k, v, cu_seqlens, max_length, **features)
+        features: dict[str, Any] = {"causal": causal, "scale": scale, "window": window}
+        return reference_kernel(q, k, v, cu_seqlens, max_length, softcap=softcap, sinks=sinks, **features)
     taken = (torch.arange(max_length, device=q.device) < lengths[:, None]).flatten().nonzero().squeeze(-1)
 
     def pad(t: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ def _explicit_attention(
 
 
 @cache
-def _varlen() -> tuple[Callable[..., Tensor], bool]:
+def _varlen() -> tuple[Callable[..., Any], bool]:
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -321,8 +321,8 @@ def transformers_kernel(implementation: str) -> Kernel:
             sliding_window=window,
             softcap=softcap,
             s_aux=sinks,
-            cu_seq_lens_q=cu_seqlens,
-            cu_seq_lens_k=cu_seqlens,
+            cu_seq_lens_q=cu_seqlens,  # type: ignore[arg-type]
+            cu_seq_lens_k=cu_seqlens,  # type: ignore[arg-type]
             max_length_q=max_length,
             max_length_k=max_length,
             attn_implementation=implementation,
@@ -349,7 +349,7 @@ def choose_kernel(name: str, device: torch.device) -> Kernel:
     return own[name] if name in own else transformers_kernel(name)
 
 
-# -- the function that transformers calls -------------------------------------------------------------------------------
+# -- the function that transformers calls ----------------------------------------------------------
 
 
 def packed_attention(kernel: Kernel, group: dist.ProcessGroup | None = None) -> Callable[..., tuple[Tensor, None]]:
@@ -378,7 +378,9 @@ def packed_attention(kernel: Kernel, group: dist.ProcessGroup | None = None) -> 
             # without this check a padded batch would silently attend to its padding
             raise ValueError("packed attention needs batch size 1, no attention_mask, and cu_seq_lens_q/max_length_q")
         if dropout or kwargs.get("position_bias") is not None:
-            raise NotImplementedError("packed attention has neither dropout nor position_bias: set attention_dropout to 0")
+            raise NotImplementedError(
+                "packed attention has neither dropout nor position_bias: set attention_dropout to 0"
+            )
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         if ranks > 1:
@@ -442,7 +444,9 @@ def check_packable(config: Any, sequence_parallel_size: int = 1) -> None:
             " attention, use sequence_parallel_size 1"
         )
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds = {r.get("rope_type") for r in ([rope] if "rope_type" in rope else rope.values()) if isinstance(r, dict)}
+    kinds: set[Any] = {
+        r.get("rope_type") for r in ([rope] if "rope_type" in rope else rope.values()) if isinstance(r, dict)
+    }
     if kinds & {"dynamic", "longrope"}:
         raise NotImplementedError(
             f"sequence_parallel_size={sequence_parallel_size}: {'/'.join(kinds & {'dynamic', 'longrope'})} rotary embeddings"

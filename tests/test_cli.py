@@ -116,7 +116,9 @@ def test_defaults_are_ppo_with_observers_logging_every_iteration():
 
 
 def test_another_class_keeps_its_own_advantage_estimator():
-    config = parsed("fit", "--model=lightning_rlhf.GRPOLightningModule", "--model.model=random:tiny", "--data.path=x.jsonl")
+    config = parsed(
+        "fit", "--model=lightning_rlhf.GRPOLightningModule", "--model.model=random:tiny", "--data.path=x.jsonl"
+    )
     assert config.model.init_args.advantage is None
     assert GRPOLightningModule("random:tiny").advantage_function.__name__ == "grpo"
 

@@ -70,7 +70,11 @@ def test_every_layer_imports_only_what_is_below_it():
     for file in FILES:
         own = layer(file)
         parts = [name.split(".") for name in imports(file) if name.split(".")[0] == "lightning_rlhf"]
-        used = {p[1] if len(p) > 1 and (ROOT / p[1]).exists() or (ROOT / f"{p[1]}.py").exists() else "__init__" for p in parts if len(p) > 1}
+        used = {
+            p[1] if (len(p) > 1 and (ROOT / p[1]).exists()) or (ROOT / f"{p[1]}.py").exists() else "__init__"
+            for p in parts
+            if len(p) > 1
+        }
         assert used - {own} <= ALLOWED[own], f"{file.relative_to(ROOT)} imports {sorted(used - {own} - ALLOWED[own])}"
 
 
@@ -82,7 +86,12 @@ def test_modules_import_each_other_without_cycles():
     known = set(graph)
 
     def targets(name: str) -> set[str]:
-        return {t for i in graph[name] for t in (i, i.rpartition(".")[0]) if t in known and t not in (name, "lightning_rlhf")}
+        return {
+            t
+            for i in graph[name]
+            for t in (i, i.rpartition(".")[0])
+            if t in known and t not in (name, "lightning_rlhf")
+        }
 
     done: set[str] = set()
 

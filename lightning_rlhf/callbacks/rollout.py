@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import lightning.pytorch as pl
 import torch
 from jsonargparse.typing import NonNegativeInt
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
@@ -53,10 +52,14 @@ class RolloutCallback(pl.Callback):
         log_probs_every: NonNegativeInt = 10,
     ) -> None:
         if sampling.temperature <= 0.0:
-            raise ValueError("rollout.sampling.temperature must be positive: greedy responses are for rollout.val_sampling")
+            raise ValueError(
+                "rollout.sampling.temperature must be positive: greedy responses are for rollout.val_sampling"
+            )
         self.engine = engine or TransformersEngine()
         self.sampling = sampling
-        self.val_sampling = val_sampling or replace(sampling, num_generations=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        self.val_sampling = val_sampling or replace(
+            sampling, num_generations=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0
+        )
         self.sleep_level = sleep_level
         self.offload_optimizer = offload_optimizer
         self.verify_sync_every = verify_sync_every
@@ -64,13 +67,15 @@ class RolloutCallback(pl.Callback):
         self._syncs = 0
         self._checksum_ok: bool | None = None
 
-    # -- engine life --------------------------------------------------------------------------------------------------------------
+    # -- engine life -------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         module: RLHFLightningModule = pl_module  # type: ignore[assignment]
         others = [c for c in trainer.callbacks if isinstance(c, RolloutCallback) and c is not self]  # type: ignore[attr-defined]
         if others:
-            raise ValueError("there are two RolloutCallbacks: configure the one under rollout, not in trainer.callbacks")
+            raise ValueError(
+                "there are two RolloutCallbacks: configure the one under rollout, not in trainer.callbacks"
+            )
         self.engine.setup(self._engine_setup(trainer, module))
 
     def _engine_setup(self, trainer: pl.Trainer, module: RLHFLightningModule) -> EngineSetup:
@@ -111,13 +116,10 @@ class RolloutCallback(pl.Callback):
             trust_remote_code=module.trust_remote_code,
         )
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        pass  # the engine is built once: a second fit or validate finds it asleep
-
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self.engine.close()
 
-    # -- phases -------------------------------------------------------------------------------------------------------------------
+    # -- phases ------------------------------------------------------------------------------------
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: dict[str, Any], batch_idx: int

@@ -34,8 +34,15 @@ from lightning_rlhf.modules.experience import gather_experience
 from lightning_rlhf.modules.losses import Aggregation, KLKind, kl_estimate, token_weights
 from lightning_rlhf.modules.metrics import Metrics
 from lightning_rlhf.modules.policy import ModelSettings, Policy, build_policy
+from lightning_rlhf.modules.report import (
+    Alarms,
+    ValidationMetrics,
+    add_completions,
+    add_scores,
+    constant_groups,
+    finish,
+)
 from lightning_rlhf.modules.schedules import Schedule, warmup_schedule
-from lightning_rlhf.modules.report import Alarms, ValidationMetrics, add_completions, add_scores, constant_groups, finish
 from lightning_rlhf.packing import Packed, attention_cost, pack, plan
 from lightning_rlhf.phases import Phases
 from lightning_rlhf.scoring import Scorer
@@ -127,7 +134,7 @@ class RLHFLightningModule(pl.LightningModule):
         clip_high: NonNegativeFloat = 0.2,
         clip_dual: float | None = 3.0,
         entropy_coef: NonNegativeFloat = 0.0,
-        kl: KL = KL(),  # noqa: B008 (frozen)
+        kl: KL = KL(),
         mask_truncated: bool = False,
         ppo_epochs: PositiveInt = 1,
         mini_batches: PositiveInt = 1,
@@ -151,7 +158,12 @@ class RLHFLightningModule(pl.LightningModule):
         self.scorer = Scorer(reward or [], reward_weights, timeout=reward_timeout, workers=reward_workers)
         self.advantage_function = _function(advantage or self.default_advantage, advantages, "model.advantage")
         self.loss_function = _function(loss, losses, "model.loss")
-        self.aggregation, self.entropy_coef, self.kl, self.mask_truncated = aggregation, entropy_coef, kl, mask_truncated
+        self.aggregation, self.entropy_coef, self.kl, self.mask_truncated = (
+            aggregation,
+            entropy_coef,
+            kl,
+            mask_truncated,
+        )
         self.clip = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual}
         self.ppo_epochs, self.mini_batches, self.micro_batch_tokens = ppo_epochs, mini_batches, micro_batch_tokens
         self.lr, self.optimizer = lr, optimizer
@@ -172,7 +184,7 @@ class RLHFLightningModule(pl.LightningModule):
         self.last_scores: Scores
         self.packing: dict[str, int] = {}
 
-    # -- the model ------------------------------------------------------------------------------------------------------------
+    # -- the model ---------------------------------------------------------------------------------
 
     @cached_property
     def model_path(self) -> str:
@@ -213,7 +225,9 @@ class RLHFLightningModule(pl.LightningModule):
         """
         strategy = self.trainer.strategy
         if not hasattr(strategy, "data_mesh"):
-            raise TypeError(f"{type(self).__name__} needs trainer.strategy: fsdp_ulysses, got {type(strategy).__name__}")
+            raise TypeError(
+                f"{type(self).__name__} needs trainer.strategy: fsdp_ulysses, got {type(strategy).__name__}"
+            )
         return strategy  # type: ignore[return-value]
 
     @property
@@ -249,7 +263,7 @@ class RLHFLightningModule(pl.LightningModule):
         return [{"params": trained, "lr": self.lr, "role": "actor"}]
 
     def configure_optimizers(self) -> Any:
-        optimizer = self.optimizer(self.parameter_groups())  # type: ignore[arg-type]
+        optimizer = self.optimizer(self.parameter_groups())
         total = int(self.trainer.estimated_stepping_batches)
         scheduler = warmup_schedule(optimizer, self.lr_schedule, self.warmup_steps, total, self.min_lr_ratio)
         return [optimizer], [scheduler]
@@ -257,7 +271,7 @@ class RLHFLightningModule(pl.LightningModule):
     def teardown(self, stage: str) -> None:
         self.scorer.close()
 
-    # -- one iteration ----------------------------------------------------------------------------------------------------------
+    # -- one iteration -----------------------------------------------------------------------------
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         rollout: Rollout = batch["rollout"]
@@ -283,7 +297,7 @@ class RLHFLightningModule(pl.LightningModule):
 
     def decode(self, rollout: Rollout) -> list[str]:
         """Texts of the responses, special tokens left out."""
-        return [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in rollout.completions]
+        return [str(self.tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in rollout.completions]
 
     def compute_advantages(self, experience: Experience) -> tuple[Tensor, Tensor]:
         """(advantages, returns), each (G, T), from the whole batch. Runs equally on every rank."""
@@ -295,7 +309,7 @@ class RLHFLightningModule(pl.LightningModule):
         """(token losses, metrics) of one micro-batch; weights and sums come after."""
         return self.loss_function(log_probs, old_log_probs, token_advantages, mask, **self.clip)
 
-    # -- scoring and evaluation ---------------------------------------------------------------------------------------------------
+    # -- scoring and evaluation --------------------------------------------------------------------
 
     def scores_of(self, rollout: Rollout) -> Scores:
         """`score`, run once per data rank; a failure on any rank ends all of them with its message."""
@@ -307,7 +321,9 @@ class RLHFLightningModule(pl.LightningModule):
                 result = value if isinstance(value, Scores) else Scores(torch.as_tensor(value, dtype=torch.float32))
         except Exception as error:
             failure = error
-        result, message = self.strategy.broadcast_object_sp((result, failure and f"{type(failure).__name__}: {failure}"))
+        result, message = self.strategy.broadcast_object_sp(
+            (result, failure and f"{type(failure).__name__}: {failure}")
+        )
         messages = [m for m in self.strategy.all_gather_objects_dp(message) if m]
         if failure is not None:
             raise failure
@@ -356,7 +372,7 @@ class RLHFLightningModule(pl.LightningModule):
         self.strategy.reshard(root)
         return self.strategy.all_reduce_dp(out)
 
-    # -- the update ---------------------------------------------------------------------------------------------------------------
+    # -- the update --------------------------------------------------------------------------------
 
     def update(self, experience: Experience) -> Metrics:
         """``ppo_epochs`` x ``mini_batches`` optimizer steps; the last one advances ``trainer.global_step``."""
@@ -365,7 +381,9 @@ class RLHFLightningModule(pl.LightningModule):
         steps = [rows for epoch in range(self.ppo_epochs) for rows in self._mini_batches(len(experience), epoch)]
         for number, rows in enumerate(steps, 1):
             weights = token_weights(experience.mask[rows], self.aggregation, experience.max_length)
-            scattered = torch.zeros_like(experience.mask).index_copy_(0, torch.tensor(rows, device=self.device), weights)
+            scattered = torch.zeros_like(experience.mask).index_copy_(
+                0, torch.tensor(rows, device=self.device), weights
+            )
             for packed, members in self.micro_batches(experience, rows, count=True):
                 width = packed.response_mask.shape[1]
                 self.micro_step(experience, packed, members, scattered[members, :width], metrics, len(steps))
@@ -482,13 +500,14 @@ class RLHFLightningModule(pl.LightningModule):
 
     @property
     def is_logging_iteration(self) -> bool:
-        return (self.trainer.fit_loop.total_batch_idx + 1) % max(1, self.trainer.log_every_n_steps) == 0
+        every = max(1, self.trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        return (self.trainer.fit_loop.total_batch_idx + 1) % every == 0
 
     def _schedulers(self) -> list[Any]:
         schedulers = self.lr_schedulers()
         return schedulers if isinstance(schedulers, list) else [] if schedulers is None else [schedulers]
 
-    # -- metrics ------------------------------------------------------------------------------------------------------------------
+    # -- metrics -----------------------------------------------------------------------------------
 
     def log_iteration(self, rollout: Rollout, experience: Experience, metrics: Metrics) -> None:
         """All of the iteration's metrics in one reduction; equal on every rank, so that nothing else is synchronised."""
@@ -502,7 +521,7 @@ class RLHFLightningModule(pl.LightningModule):
         self.log("reward", reduced["reward/mean"], prog_bar=True, logger=False, batch_size=len(experience))
         self.alarms(reduced)
 
-    # -- validation -----------------------------------------------------------------------------------------------------------------
+    # -- validation --------------------------------------------------------------------------------
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
         rollout: Rollout = batch["rollout"]

@@ -28,7 +28,9 @@ def gather_experience(
         ValueError: ``scores.total`` does not have one value per response.
     """
     if scores.total.shape != (len(rollout),):
-        raise ValueError(f"score() must return one reward per response: ({len(rollout)},), got {tuple(scores.total.shape)}")
+        raise ValueError(
+            f"score() must return one reward per response: ({len(rollout)},), got {tuple(scores.total.shape)}"
+        )
     n = rollout.sampling.num_generations
     prompts = [ids for ids in rollout.prompts.ids for _ in range(n)]
     usable = [
@@ -36,7 +38,9 @@ def gather_experience(
     ]
     shares = all_gather(
         {
-            "ids": torch.tensor([t for p, c in zip(prompts, rollout.completions, strict=True) for t in (*p, *c.token_ids)]),
+            "ids": torch.tensor(
+                [t for p, c in zip(prompts, rollout.completions, strict=True) for t in (*p, *c.token_ids)]
+            ),
             "prompt_lengths": [len(p) for p in prompts],
             "lengths": [len(c.token_ids) for c in rollout.completions],
             "usable": usable,

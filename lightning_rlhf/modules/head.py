@@ -51,7 +51,7 @@ def _matmul_nt(a: Float[Tensor, "R h"], b: Float[Tensor, "V h"]) -> Float[Tensor
 
 class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -80,7 +80,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_lp: Tensor | None, grad_h: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_lp: Tensor | None, grad_h: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, lse, entropy = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -155,7 +155,9 @@ class LogProbHead(nn.Linear):
         """
         old = model.get_output_embeddings()  # type: ignore[operator]
         if type(old) is not nn.Linear:
-            raise NotImplementedError(f"the language-model head is a {type(old).__name__}, it must be a plain nn.Linear")
+            raise NotImplementedError(
+                f"the language-model head is a {type(old).__name__}, it must be a plain nn.Linear"
+            )
         config = model.config.get_text_config()  # type: ignore[union-attr,operator]
         with torch.device("meta"):
             new = cls(old.in_features, old.out_features, bias=old.bias is not None)

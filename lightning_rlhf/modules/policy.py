@@ -173,7 +173,9 @@ def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> Crit
     strategy.shard_float32(critic.value_head)
     strategy.shard(critic, critic.units)
     strategy.materialize(critic)
-    load_pretrained(critic, settings.path, strategy, lambda name: prefix + name.removeprefix("model."), ("value_head.",))
+    load_pretrained(
+        critic, settings.path, strategy, lambda name: prefix + name.removeprefix("model."), ("value_head.",)
+    )
     with torch.no_grad():
         for parameter in critic.value_head.parameters():
             parameter.zero_()
@@ -187,7 +189,9 @@ def _causal_lm(settings: ModelSettings, dtype: torch.dtype) -> nn.Module:
     check_packable(config)
     for holder in {id(c): c for c in (config, config.get_text_config())}.values():
         if getattr(holder, "output_router_logits", False):
-            raise NotImplementedError("output_router_logits adds an auxiliary loss that is not trained here: set it to false")
+            raise NotImplementedError(
+                "output_router_logits adds an auxiliary loss that is not trained here: set it to false"
+            )
         for name, value in holder.to_dict().items():
             if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
                 setattr(holder, name, 0.0)  # log-probs of rollout and update must be of one distribution
@@ -270,7 +274,9 @@ def _broadcast_pretrained(
     full: dict[str, Any] = {}
     if strategy.is_global_zero:
         source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
-        own = {n: p.dtype for n, p in root.named_parameters(remove_duplicate=False) if not n.startswith(skip or ("\0",))}
+        own = {
+            n: p.dtype for n, p in root.named_parameters(remove_duplicate=False) if not n.startswith(skip or ("\0",))
+        }
         lost = sorted(n for n in own if hf_name(n) not in source)
         if lost:
             raise KeyError(f"{path}: the checkpoint has no {', '.join(map(hf_name, lost[:3]))}")

@@ -1,9 +1,9 @@
 """Learning-rate schedules over iterations, as factors of the base rate.
 
-    warm-up    (t + 1) / warmup_steps                          t < warmup_steps: the first iteration is not wasted at rate 0
-    constant   1
-    linear     1 - (1 - floor) · p                             p = progress after the warm-up, 0 … 1
-    cosine     floor + (1 - floor) · (1 + cos(π p)) / 2
+warm-up    (t + 1) / warmup_steps                          t < warmup_steps: the first iteration is not wasted at rate 0
+constant   1
+linear     1 - (1 - floor) · p                             p = progress after the warm-up, 0 … 1
+cosine     floor + (1 - floor) · (1 + cos(π p)) / 2
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ def schedule_factor(step: int, kind: Schedule, warmup_steps: int, total_steps: i
     return shape[kind](progress)
 
 
-def warmup_schedule(optimizer: Optimizer, kind: Schedule, warmup_steps: int, total_steps: int, floor: float) -> LambdaLR:
+def warmup_schedule(
+    optimizer: Optimizer, kind: Schedule, warmup_steps: int, total_steps: int, floor: float
+) -> LambdaLR:
     """A scheduler for all parameter groups; step it once per iteration."""
     return LambdaLR(optimizer, lambda step: schedule_factor(step, kind, warmup_steps, total_steps, floor))
