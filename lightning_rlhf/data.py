@@ -225,6 +225,11 @@ class PromptDataModule(pl.LightningDataModule):
                 " raise it, or set data.overlong: drop"
             )
         kept = table.where(lambda ids: len(ids) <= limit)
+        if not len(kept):
+            raise ValueError(
+                f"data.max_prompt_length={limit} leaves none of the {len(table)} {which} prompts (the longest has"
+                f" {table.longest} tokens): raise it"
+            )
         rank_zero_info(
             f"data: dropped {len(table) - len(kept)} of {len(table)} {which} prompts, longer than {limit} tokens"
         )
@@ -254,7 +259,7 @@ class PromptDataModule(pl.LightningDataModule):
         """The validation set's name in the metrics: that of its task, file or split, or heldout."""
         named = self.val_task or self.val_path or (self.val_split or "heldout").partition("[")[0]
         path = Path(named)
-        return [path.stem if path.suffix in (".jsonl", ".json", ".parquet") else path.name]
+        return [path.stem if path.suffix in (".jsonl", ".json", ".parquet") else path.name.rpartition(".")[2]]
 
     def train_dataloader(self) -> PromptLoader:
         assert self.train_table is not None

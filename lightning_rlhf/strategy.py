@@ -279,7 +279,7 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         dcp.save(state, checkpoint_id=path)
         if self.is_global_zero:
             with fs.open(marker, "wb") as file:
-                torch.save(checkpoint, file)
+                torch.save(_plain(checkpoint), file)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -299,6 +299,18 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         for i, optimizer in enumerate(self.optimizers):
             set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state[f"optimizer_{i}"])
         return metadata
+
+
+def _plain(value: Any) -> Any:
+    """Containers and numbers as Python's own, so that the file loads without unpickling classes (``weights_only``)."""
+    if isinstance(value, dict):
+        return {_plain(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set):
+        return type(value)(_plain(v) for v in value) if type(value) in (list, tuple, set) else [_plain(v) for v in value]
+    for kind in (bool, int, float, str):  # restricted numbers of the command line are subclasses
+        if isinstance(value, kind):
+            return kind(value)
+    return value
 
 
 StrategyRegistry.register(

@@ -75,7 +75,8 @@ def an_experience(rollout: Rollout) -> Experience:
         torch.tensor([0, 0, 1, 1, 2]),
         mask,
         mask * 0,
-        1.0,
+        temperature=1.0,
+        max_length=8,
         advantages=advantages,
     )
 

@@ -138,7 +138,7 @@ def test_without_validation_prompts_there_is_no_validation(tokenizer):
         ({"val_size": 3}, "heldout"),
         ({"val_path": "data/aime.test.jsonl"}, "aime.test"),
         ({"val_path": "openai/gsm8k"}, "gsm8k"),
-        ({"val_path": "my_pkg.prompts"}, "my_pkg.prompts"),
+        ({"val_path": "my_pkg.prompts"}, "prompts"),
         ({"val_split": "test[:100]"}, "test"),
         ({"val_task": "chain_sum", "val_size": 3}, "chain_sum"),
     ],

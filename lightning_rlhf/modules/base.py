@@ -519,7 +519,7 @@ class RLHFLightningModule(pl.LightningModule):
             reduced[f"{group['role']}/lr"] = group["lr"]
         self.log_dict(reduced, sync_dist=False, batch_size=len(experience))
         self.log("reward", reduced["reward/mean"], prog_bar=True, logger=False, batch_size=len(experience))
-        self.alarms(reduced)
+        self.alarms(reduced, rollout.sampling)
 
     # -- validation --------------------------------------------------------------------------------
 

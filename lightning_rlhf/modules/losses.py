@@ -105,7 +105,8 @@ def value_loss(
     on = mask > 0
     v, old, target = (torch.where(on, x, 0) for x in (values, old_values.detach(), returns))
     free = (v - target).square()
-    clipped = free if clip is None else (old + (v - old).clamp(-clip, clip) - target).square()
+    near = v if clip is None else torch.where((v - old).abs() > clip, old + (v - old).clamp(-clip, clip), v)
+    clipped = (near - target).square()
     return 0.5 * torch.maximum(free, clipped), {"clip_fraction": (clipped > free).to(free.dtype)}
 
 

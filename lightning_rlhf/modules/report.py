@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightning_rlhf.modules.metrics import Metrics
-from lightning_rlhf.types import Experience, Rollout, Scores
+from lightning_rlhf.types import Experience, Rollout, Sampling, Scores
 
 
 def add_scores(metrics: Metrics, scores: Scores, logged: Sequence[str]) -> None:
@@ -64,13 +64,14 @@ class Alarms:
     def __init__(self) -> None:
         self._cut_in_a_row = 0
 
-    def __call__(self, reduced: dict[str, float]) -> None:
+    def __call__(self, reduced: dict[str, float], sampling: Sampling) -> None:
         """Look at one iteration's metrics."""
-        self._cut_in_a_row = self._cut_in_a_row + 1 if reduced["completions/clipped_ratio"] > 0.5 else 0
+        cut = reduced["completions/clipped_ratio"] > 0.5 and not sampling.ignore_eos
+        self._cut_in_a_row = self._cut_in_a_row + 1 if cut else 0
         if self._cut_in_a_row == 5:
             rank_zero_warn(
-                "more than half of the responses were cut at the length limit in 5 iterations in a row: raise"
-                " rollout.sampling.max_completion_length"
+                f"more than half of the responses were cut at {sampling.max_completion_length} tokens in 5 iterations in"
+                " a row: raise rollout.sampling.max_completion_length, or set sampling.stop"
             )
         if reduced.get("rollout/logprob_diff_mean", 0.0) > 0.3:
             rank_zero_warn(

@@ -1,0 +1,22 @@
+"""A test leaves nothing in the process: no process group, no environment variables of a launcher."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+@pytest.fixture(autouse=True)
+def clean_process() -> Iterator[None]:
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    yield
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    torch.set_num_threads(threads)
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)

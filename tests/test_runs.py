@@ -1,0 +1,98 @@
+"""Whole runs from the command line: every YAML that needs nothing, any split over ranks, resume, validation."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+OWN = ("actor/", "critic/", "reward/", "completions/", "val/")
+
+
+def run(folder: Path, config: str, *arguments: str, command: str = "fit") -> list[dict[str, float]]:
+    """Metrics per iteration of ``lightning-rlhf COMMAND --config configs/CONFIG``."""
+    logger = ["--trainer.logger.init_args.save_dir", str(folder), "--trainer.logger.init_args.name=run"]
+    line = [sys.executable, "-m", "lightning_rlhf", command, "--config", str(ROOT / "configs" / config), *logger, *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    latest = max((folder / "run").iterdir(), key=lambda p: int(p.name.rpartition("_")[2]))
+    with (latest / "metrics.csv").open(newline="") as file:
+        return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+
+
+def assert_equal_runs(a: list[dict[str, float]], b: list[dict[str, float]], tolerance: float = 2e-5) -> None:
+    assert len(a) == len(b) > 0
+    for left, right in zip(a, b, strict=True):
+        names = [n for n in left if n.startswith(OWN)]
+        assert names == [n for n in right if n.startswith(OWN)]
+        for name in names:
+            assert left[name] == pytest.approx(right[name], rel=tolerance, abs=tolerance), name
+
+
+QUIET = ["--trainer.enable_progress_bar=false", "--trainer.callbacks=[lightning_rlhf.Throughput]"]
+
+
+@pytest.mark.parametrize("config", ["tiny_ppo.yaml", "tiny_grpo.yaml"])
+def test_results_do_not_depend_on_how_the_work_is_split(config, tmp_path):
+    """One process, two data ranks, two ranks that share each sequence, small micro-batches: the same metrics."""
+    one = run(tmp_path / "one", config, *QUIET)
+    two = ["--trainer.devices=2"]
+    small = "--model.micro_batch_tokens=300" if "ppo" in config else "--model.init_args.micro_batch_tokens=300"
+    assert_equal_runs(one, run(tmp_path / "dp", config, *QUIET, *two))
+    assert_equal_runs(one, run(tmp_path / "sp", config, *QUIET, *two, "--trainer.strategy.sequence_parallel_size=2"))
+    assert_equal_runs(one, run(tmp_path / "small", config, *QUIET, small))
+
+
+def test_replicas_of_the_shards_give_the_same_results(tmp_path):
+    one = run(tmp_path / "one", "tiny_ppo.yaml", *QUIET)
+    replicas = ["--trainer.devices=2", "--trainer.strategy.data_parallel_replicate=2"]
+    assert_equal_runs(one, run(tmp_path / "hsdp", "tiny_ppo.yaml", *QUIET, *replicas))
+
+
+def test_the_metrics_have_the_names_that_are_documented(tmp_path):
+    rows = run(tmp_path, "tiny_ppo.yaml", "--trainer.max_steps=2", "--trainer.val_check_interval=2")
+    names = set().union(*rows)
+    assert {
+        *("actor/pg_loss", "actor/ppo_kl", "actor/clip_fraction", "actor/entropy", "actor/kl_loss"),
+        *("actor/grad_norm", "actor/lr"),
+        *("critic/vf_loss", "critic/clip_fraction", "critic/explained_variance", "critic/grad_norm", "critic/lr"),
+        *("reward/mean", "reward/std", "reward/reasoning_gym/mean", "reward/frac_zero_std"),
+        *("completions/mean_length", "completions/max_length", "completions/clipped_ratio"),
+        *("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/checksum_ok"),
+        *("perf/throughput", "perf/padding_efficiency", "perf/cpu_memory_gb"),
+        *("timing_s/generate", "timing_s/sync", "timing_s/reward", "timing_s/log_prob", "timing_s/reference"),
+        *("timing_s/values", "timing_s/update", "timing_s/step"),
+        *("val/heldout/reward", "val/heldout/mean@1", "val/heldout/pass@1"),
+    } <= names
+    assert rows[0]["rollout/checksum_ok"] == 1.0
+    assert rows[0]["rollout/logprob_diff_mean"] < 1e-5
+
+
+def test_a_run_resumes_where_its_checkpoint_was_written(tmp_path):
+    whole = run(tmp_path / "whole", "tiny_ppo.yaml", *QUIET)
+    save = f"--trainer.callbacks+={{class_path: lightning_rlhf.IterationCheckpoint, init_args: {{dirpath: {tmp_path}/ck}}}}"
+    run(tmp_path / "first", "tiny_ppo.yaml", *QUIET, save, "--trainer.max_steps=2")
+    (checkpoint,) = [p for p in (tmp_path / "ck").iterdir() if "iteration" in p.name]
+    rest = run(tmp_path / "rest", "tiny_ppo.yaml", *QUIET, "--ckpt_path", str(checkpoint))
+    assert_equal_runs(whole[2:], rest, 1e-7)
+
+
+def test_validate_scores_the_held_out_prompts_of_a_model_as_it_is(tmp_path):
+    sampling = "--rollout.val_sampling={num_generations: 4, max_completion_length: 8}"
+    rows = run(tmp_path, "tiny_grpo.yaml", "--trainer.callbacks=[]", sampling, command="validate")
+    assert {"val/heldout/reward", "val/heldout/mean@4", "val/heldout/pass@1", "val/heldout/pass@4"} <= rows[0].keys()
+
+
+def test_the_saved_config_runs_again(tmp_path):
+    first = run(tmp_path / "a", "tiny_grpo.yaml", *QUIET, "--trainer.max_steps=1")
+    saved = next((tmp_path / "a/run").glob("version_*/config.yaml"))
+    assert yaml.safe_load(saved.read_text())["model"]["init_args"]["reward"] == ["lightning_rlhf.rewards.reasoning_gym"]
+    second = run(tmp_path / "b", str(saved), *QUIET)
+    assert_equal_runs(first, second, 1e-9)
