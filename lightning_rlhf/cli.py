@@ -35,6 +35,7 @@ _NOISE = (
     r".*LeafSpec.*is deprecated.*",
     r".*experiment tracking, try installing.*",
     r".*Checkpoint directory .* exists and is not empty.*",
+    r".*sync_dist=True.*",
 )
 
 

@@ -1,0 +1,61 @@
+"""The README's commands and code run, and its file tree is true."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_subclass_of_the_readme_trains(tmp_path):
+    (source,) = blocks("python")
+    assert len([line for line in source.splitlines() if line.strip() and not line.startswith("#")]) <= 5
+    (tmp_path / "my_ppo.py").write_text(source)
+    command = re.search(r"(lightning-rlhf fit .*)", source)[1].replace("configs/", f"{ROOT}/configs/")
+    line = [sys.executable, "-m", "lightning_rlhf", *shlex.split(command)[1:], "--trainer.max_steps=1"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("command", re.findall(r"^lightning-rlhf (?:fit|validate) .*$", "\n".join(blocks("bash")), re.MULTILINE))
+def test_every_command_of_the_readme_parses(command, tmp_path):
+    line = [sys.executable, "-m", "lightning_rlhf", *shlex.split(command)[1:]]
+    line += [] if "--print_config" in line else ["--print_config"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert yaml.safe_load(done.stdout)["model"]["class_path"] == "lightning_rlhf.PPOLightningModule"
+
+
+def test_the_yaml_of_the_readme_is_a_config(tmp_path):
+    (text,) = blocks("yaml")
+    (tmp_path / "readme.yaml").write_text(text)
+    line = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", str(tmp_path / "readme.yaml"), "--print_config"]
+    assert subprocess.run(line, cwd=ROOT, capture_output=True).returncode == 0
+
+
+def test_make_knows_the_two_commands():
+    targets = re.findall(r"^make (\w+)", "\n".join(blocks("bash")), re.MULTILINE)
+    assert targets == ["demo", "test"]
+    for target in targets:
+        assert subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True).returncode == 0
+
+
+def test_the_file_tree_names_every_file_of_the_package_once():
+    tree = re.search(r"## Where things are\n```\n(.*?)```", README, re.DOTALL)[1]
+    for file in (ROOT / "lightning_rlhf").rglob("*.py"):
+        if not file.name.startswith("__"):
+            assert re.search(rf"(?<![\w.]){re.escape(file.name)}", tree), file
+    for name in re.findall(r"[\w/]+\.(?:py|md)", tree):
+        assert list(ROOT.rglob(name)), name
