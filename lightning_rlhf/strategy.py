@@ -306,7 +306,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {_plain(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple | set):
-        return type(value)(_plain(v) for v in value) if type(value) in (list, tuple, set) else [_plain(v) for v in value]
+        return (
+            type(value)(_plain(v) for v in value) if type(value) in (list, tuple, set) else [_plain(v) for v in value]
+        )
     for kind in (bool, int, float, str):  # restricted numbers of the command line are subclasses
         if isinstance(value, kind):
             return kind(value)

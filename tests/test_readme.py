@@ -29,7 +29,9 @@ def test_the_subclass_of_the_readme_trains(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("command", re.findall(r"^lightning-rlhf (?:fit|validate) .*$", "\n".join(blocks("bash")), re.MULTILINE))
+@pytest.mark.parametrize(
+    "command", re.findall(r"^lightning-rlhf (?:fit|validate) .*$", "\n".join(blocks("bash")), re.MULTILINE)
+)
 def test_every_command_of_the_readme_parses(command, tmp_path):
     line = [sys.executable, "-m", "lightning_rlhf", *shlex.split(command)[1:]]
     line += [] if "--print_config" in line else ["--print_config"]

@@ -18,7 +18,16 @@ OWN = ("actor/", "critic/", "reward/", "completions/", "val/")
 def run(folder: Path, config: str, *arguments: str, command: str = "fit") -> list[dict[str, float]]:
     """Metrics per iteration of ``lightning-rlhf COMMAND --config configs/CONFIG``."""
     logger = ["--trainer.logger.init_args.save_dir", str(folder), "--trainer.logger.init_args.name=run"]
-    line = [sys.executable, "-m", "lightning_rlhf", command, "--config", str(ROOT / "configs" / config), *logger, *arguments]
+    line = [
+        sys.executable,
+        "-m",
+        "lightning_rlhf",
+        command,
+        "--config",
+        str(ROOT / "configs" / config),
+        *logger,
+        *arguments,
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]

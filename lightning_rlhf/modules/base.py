@@ -12,7 +12,7 @@ optimizer step and W the ranks that FSDP averages over, so results depend neithe
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
@@ -26,11 +26,13 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat,
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_rlhf.flops import Passes, dims_of
+from lightning_rlhf.kernels import check_kernel
 from lightning_rlhf.modules import advantages, losses
+from lightning_rlhf.modules.batching import MicroBatch, Split, micro_batches, mini_batches
 from lightning_rlhf.modules.experience import gather_experience
+from lightning_rlhf.modules.gradients import clip_roles
 from lightning_rlhf.modules.losses import Aggregation, KLKind, kl_estimate, token_weights
 from lightning_rlhf.modules.metrics import Metrics
 from lightning_rlhf.modules.policy import ModelSettings, Policy, build_policy
@@ -43,12 +45,11 @@ from lightning_rlhf.modules.report import (
     finish,
 )
 from lightning_rlhf.modules.schedules import Schedule, warmup_schedule
-from lightning_rlhf.packing import Packed, attention_cost, pack, plan
+from lightning_rlhf.packing import Packed, attention_cost
 from lightning_rlhf.phases import Phases
 from lightning_rlhf.scoring import Scorer
 from lightning_rlhf.tiny import local_path
-from lightning_rlhf.types import Experience, Rollout, Scores, derive_seed
-from lightning_rlhf.ulysses import check_kernel
+from lightning_rlhf.types import Experience, Rollout, Scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -158,12 +159,8 @@ class RLHFLightningModule(pl.LightningModule):
         self.scorer = Scorer(reward or [], reward_weights, timeout=reward_timeout, workers=reward_workers)
         self.advantage_function = _function(advantage or self.default_advantage, advantages, "model.advantage")
         self.loss_function = _function(loss, losses, "model.loss")
-        self.aggregation, self.entropy_coef, self.kl, self.mask_truncated = (
-            aggregation,
-            entropy_coef,
-            kl,
-            mask_truncated,
-        )
+        self.aggregation, self.mask_truncated = aggregation, mask_truncated
+        self.entropy_coef, self.kl = entropy_coef, kl
         self.clip = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual}
         self.ppo_epochs, self.mini_batches, self.micro_batch_tokens = ppo_epochs, mini_batches, micro_batch_tokens
         self.lr, self.optimizer = lr, optimizer
@@ -268,6 +265,9 @@ class RLHFLightningModule(pl.LightningModule):
         scheduler = warmup_schedule(optimizer, self.lr_schedule, self.warmup_steps, total, self.min_lr_ratio)
         return [optimizer], [scheduler]
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.weight_version += 1  # whatever an engine holds is of before
+
     def teardown(self, stage: str) -> None:
         self.scorer.close()
 
@@ -367,8 +367,8 @@ class RLHFLightningModule(pl.LightningModule):
     ) -> Float[Tensor, "G T"]:
         """``forward`` over the whole batch, each data rank its bins, the result equal on every rank."""
         out = torch.zeros_like(experience.mask)
-        for packed, rows in self.micro_batches(experience, range(len(experience))):
-            out[rows, : packed.response_mask.shape[1]] = forward(packed)
+        for batch in micro_batches(experience, range(len(experience)), self.split)[0]:
+            out[batch.rows, : batch.width] = forward(batch.packed)
         self.strategy.reshard(root)
         return self.strategy.all_reduce_dp(out)
 
@@ -378,40 +378,38 @@ class RLHFLightningModule(pl.LightningModule):
         """``ppo_epochs`` x ``mini_batches`` optimizer steps; the last one advances ``trainer.global_step``."""
         metrics = Metrics(self.device)
         self.packing = {"real_tokens": 0, "padded_tokens": 0}
-        steps = [rows for epoch in range(self.ppo_epochs) for rows in self._mini_batches(len(experience), epoch)]
+        iteration, responses = self.trainer.fit_loop.total_batch_idx, len(experience)
+        steps = [
+            rows
+            for epoch in range(self.ppo_epochs)
+            for rows in mini_batches(responses, self.mini_batches, self.seed, iteration, epoch)
+        ]
         for number, rows in enumerate(steps, 1):
-            weights = token_weights(experience.mask[rows], self.aggregation, experience.max_length)
-            scattered = torch.zeros_like(experience.mask).index_copy_(
-                0, torch.tensor(rows, device=self.device), weights
-            )
-            for packed, members in self.micro_batches(experience, rows, count=True):
-                width = packed.response_mask.shape[1]
-                self.micro_step(experience, packed, members, scattered[members, :width], metrics, len(steps))
+            weights = torch.zeros_like(experience.mask)
+            weights[rows] = token_weights(experience.mask[rows], self.aggregation, experience.max_length)
+            batches, spent = micro_batches(experience, rows, self.split)
+            self.packing["real_tokens"] += sum(len(experience.sequences[i]) for i in rows)
+            self.packing["padded_tokens"] += spent
+            for batch in batches:
+                self.micro_step(experience, batch, weights[batch.rows, : batch.width], metrics, len(steps))
             self.optimizer_step_of_iteration(metrics, last=number == len(steps))
         for scheduler in self._schedulers():
             scheduler.step()
         return metrics
 
     def micro_step(
-        self,
-        experience: Experience,
-        packed: Packed,
-        rows: Tensor,
-        weights: Float[Tensor, "b T"],
-        metrics: Metrics,
-        steps: int,
+        self, experience: Experience, batch: MicroBatch, weights: Float[Tensor, "b T"], metrics: Metrics, steps: int
     ) -> None:
         """Forward and backward of the actor on one micro-batch.
 
         Args:
-            rows: where its responses are in the experience.
             weights: each token's share in the global optimizer step.
             steps: optimizer steps of the iteration (losses are logged as their mean).
         """
-        width = weights.shape[1]
+        rows, width = batch.rows, batch.width
         mask = experience.mask[rows, :width]
         with_entropy = self.entropy_coef > 0.0 or self.is_logging_iteration
-        log_probs, entropy = self.actor(packed, experience.temperature, with_entropy)
+        log_probs, entropy = self.actor(batch.packed, experience.temperature, with_entropy)
         old = log_probs.detach() if experience.old_log_probs is None else experience.old_log_probs[rows, :width]
         assert experience.advantages is not None
         token_losses, token_metrics = self.policy_loss(log_probs, old, experience.advantages[rows, :width], mask)
@@ -438,20 +436,12 @@ class RLHFLightningModule(pl.LightningModule):
         """Clip and check each role, then step once; a role without a finite norm keeps its weights and is counted."""
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
-        skipped = False
-        for group in optimizer.param_groups:
-            role = group["role"]
-            norm = torch.nn.utils.clip_grad_norm_(group["params"], self.max_grad_norm or float("inf"))
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            finite = bool(norm.isfinite())
-            if finite:
+        norms = clip_roles(optimizer.param_groups, self.max_grad_norm)
+        for role, norm in norms.items():
+            if norm is not None:
                 metrics.mean(f"{role}/grad_norm", norm)
-            else:
-                skipped = True
-                for parameter in group["params"]:
-                    parameter.grad = None
-            metrics.sum(f"{role}/skipped_steps", float(not finite) / self.strategy.dp_size)
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+            metrics.sum(f"{role}/skipped_steps", float(norm is None) / self.strategy.dp_size)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if None in norms.values() else 0
         if last:
             optimizer.step()
         else:
@@ -464,34 +454,17 @@ class RLHFLightningModule(pl.LightningModule):
                 " look at the rewards and log-probs of the last rollout"
             )
 
-    def micro_batches(
-        self, experience: Experience, rows: Sequence[int], count: bool = False
-    ) -> Iterator[tuple[Packed, Tensor]]:
-        """This data rank's packed bins of ``rows``, with the rows that each holds."""
-        lengths = [len(experience.sequences[i]) for i in rows]
-        size = self.strategy.sequence_parallel_size
-        bins = plan(lengths, self.strategy.dp_size, self.micro_batch_tokens * size, self._cost)
-        if count:
-            tokens = [[sum(lengths[i] for i in members) for members in rank] for rank in bins]
-            self.packing["real_tokens"] += sum(lengths)
-            self.packing["padded_tokens"] += sum(map(max, zip(*tokens, strict=True))) * len(bins)
-        for members in bins[self.strategy.dp_rank]:
-            chosen = [rows[i] for i in members]
-            sequences = [experience.sequences[i] for i in chosen]
-            prompts = [experience.prompt_lengths[i] for i in chosen]
-            yield pack(sequences, prompts, size), torch.tensor(chosen, dtype=torch.long, device=self.device)
-
-    @cached_property
-    def _cost(self) -> Callable[[int], float]:
-        return attention_cost(self.actor.hidden_size)
-
-    def _mini_batches(self, responses: int, epoch: int) -> list[list[int]]:
-        """A permutation of the global response indices from (seed, iteration, epoch), split near-equally."""
-        if self.mini_batches > responses:
-            raise ValueError(f"model.mini_batches is {self.mini_batches}, the rollout has only {responses} responses")
-        seed = derive_seed("mini_batches", self.seed, self.trainer.fit_loop.total_batch_idx, epoch)
-        order = torch.randperm(responses, generator=torch.Generator().manual_seed(seed))
-        return [part.tolist() for part in order.tensor_split(self.mini_batches)]
+    @property
+    def split(self) -> Split:
+        """How this rank's share of any batch is found."""
+        strategy = self.strategy
+        return Split(
+            data_ranks=strategy.dp_size,
+            data_rank=strategy.dp_rank,
+            sequence_ranks=strategy.sequence_parallel_size,
+            tokens=self.micro_batch_tokens,
+            cost=attention_cost(self.actor.hidden_size),
+        )
 
     @property
     def seed(self) -> int:

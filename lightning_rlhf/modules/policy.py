@@ -35,7 +35,7 @@ class ModelSettings:
 
     Args:
         path: local folder with config and safetensors.
-        attention: kernel, see `ulysses.choose_kernel`.
+        attention: kernel, see `kernels.choose_kernel`.
         gradient_checkpointing: recompute every layer in backward.
         trust_remote_code: run the model code that the folder brings along.
     """

@@ -14,10 +14,10 @@ from torch import Tensor
 from lightning_rlhf.flops import Passes
 from lightning_rlhf.modules.advantages import masked_mean, masked_whiten
 from lightning_rlhf.modules.base import RLHFLightningModule
+from lightning_rlhf.modules.batching import MicroBatch
 from lightning_rlhf.modules.losses import value_loss
 from lightning_rlhf.modules.metrics import Metrics
 from lightning_rlhf.modules.policy import Critic, build_critic
-from lightning_rlhf.packing import Packed
 from lightning_rlhf.tiny import local_path
 from lightning_rlhf.types import Experience
 
@@ -98,22 +98,16 @@ class PPOLightningModule(RLHFLightningModule):
         return metrics
 
     def micro_step(
-        self,
-        experience: Experience,
-        packed: Packed,
-        rows: Tensor,
-        weights: Float[Tensor, "b T"],
-        metrics: Metrics,
-        steps: int,
+        self, experience: Experience, batch: MicroBatch, weights: Float[Tensor, "b T"], metrics: Metrics, steps: int
     ) -> None:
         """The actor's pass, then the critic's: one graph at a time is held in memory."""
         if self.trainer.fit_loop.total_batch_idx >= self.critic_warmup:
-            super().micro_step(experience, packed, rows, weights, metrics, steps)
-        width = weights.shape[1]
+            super().micro_step(experience, batch, weights, metrics, steps)
+        rows, width = batch.rows, batch.width
         assert experience.values is not None
         assert experience.returns is not None
         old, returns, mask = (x[rows, :width] for x in (experience.values, experience.returns, experience.mask))
-        token_losses, token_metrics = value_loss(self.critic(packed), old, returns, mask, clip=self.value_clip)
+        token_losses, token_metrics = value_loss(self.critic(batch.packed), old, returns, mask, clip=self.value_clip)
         loss = (weights * token_losses).sum()
         self.manual_backward(loss * self.trainer.world_size)
         metrics.sum("critic/vf_loss", loss.detach() / steps)

@@ -1,0 +1,72 @@
+"""How an iteration's responses are cut into optimizer steps and packed micro-batches; every rank computes the same cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_rlhf.packing import Packed, pack, plan
+from lightning_rlhf.types import Experience, derive_seed
+
+
+def mini_batches(responses: int, count: int, *seed: int) -> list[list[int]]:
+    """A permutation of the global response indices that depends on ``seed`` only, split near-equally.
+
+    Raises:
+        ValueError: there are fewer responses than mini-batches.
+    """
+    if count > responses:
+        raise ValueError(f"model.mini_batches is {count}, the rollout has only {responses} responses: lower it")
+    generator = torch.Generator().manual_seed(derive_seed("mini_batches", *seed))
+    return [part.tolist() for part in torch.randperm(responses, generator=generator).tensor_split(count)]
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the work on a batch is split over ranks and micro-batches.
+
+    Args:
+        data_ranks: ranks with different data.
+        data_rank: this one.
+        sequence_ranks: ranks that share a sequence: streams are padded to a multiple of it.
+        tokens: token budget of one micro-batch on one GPU.
+        cost: relative cost of a sequence by its length.
+    """
+
+    data_ranks: int
+    data_rank: int
+    sequence_ranks: int
+    tokens: int
+    cost: Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some responses of an experience as one packed stream; ``rows`` are their indices."""
+
+    packed: Packed
+    rows: list[int]
+
+    @property
+    def width(self) -> int:
+        """T of the response-aligned tensors."""
+        return self.packed.response_mask.shape[1]
+
+
+def micro_batches(experience: Experience, rows: Sequence[int], split: Split) -> tuple[list[MicroBatch], int]:
+    """This data rank's micro-batches of ``rows``, as many as every other rank has.
+
+    Also returns the tokens that all ranks together spend time on, waiting for the largest of each micro-step included.
+    """
+    lengths = [len(experience.sequences[i]) for i in rows]
+    bins = plan(lengths, split.data_ranks, split.tokens * split.sequence_ranks, split.cost)
+    spent = [[sum(lengths[i] for i in members) for members in rank] for rank in bins]
+    own = []
+    for members in bins[split.data_rank]:
+        chosen = [rows[i] for i in members]
+        sequences = [experience.sequences[i] for i in chosen]
+        prompts = [experience.prompt_lengths[i] for i in chosen]
+        own.append(MicroBatch(pack(sequences, prompts, split.sequence_ranks), chosen))
+    return own, sum(map(max, zip(*spent, strict=True))) * split.data_ranks
