@@ -3,10 +3,12 @@
     perf/memory_allocated_gb   peak of tensors in torch's allocator during the iteration (CUDA)
     perf/memory_reserved_gb    peak of what the allocator held
     memory_gb/<phase>          peak of allocated tensors inside each phase, 0 if it was skipped
+    memory_device_gb/<phase>   memory of the device in use when the phase ended, by any allocator or process
     perf/cpu_memory_gb         resident memory of the process on the host
 
-What an inference engine keeps in a memory pool of its own is not torch's and is not in these numbers. An observer: it
-resets the allocator's peak counters at the edges of phases, which changes no result.
+An engine's pool counts as allocated by torch even while it sleeps and its pages are unmapped; what the device really has
+in use is in memory_device_gb. An observer: it resets the allocator's peak counters at the edges of phases, which changes
+no result.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ class Memory(pl.Callback):
     def __init__(self) -> None:
         self._open: list[str] = []
         self._phases: dict[str, int] = {}
+        self._device: dict[str, int] = {}
         self._allocated = 0
         self._reserved = 0
 
@@ -58,6 +61,7 @@ class Memory(pl.Callback):
             metrics["perf/memory_allocated_gb"] = self._allocated / _GIB
             metrics["perf/memory_reserved_gb"] = self._reserved / _GIB
             metrics |= {f"memory_gb/{name}": peak / _GIB for name, peak in self._phases.items()}
+            metrics |= {f"memory_device_gb/{name}": used / _GIB for name, used in self._device.items()}
             self._clear()
         pl_module.log_dict(metrics, sync_dist=False, batch_size=1)
 
@@ -69,6 +73,8 @@ class Memory(pl.Callback):
         self._fold()
         if name in self._open:
             self._open.remove(name)
+            free, total = torch.cuda.mem_get_info()
+            self._device[name] = total - free
 
     def _fold(self) -> None:
         """Credit the peak since the last edge to the iteration and to all open phases, and start a new one."""
@@ -80,7 +86,7 @@ class Memory(pl.Callback):
         torch.cuda.reset_peak_memory_stats()
 
     def _clear(self) -> None:
-        self._phases = dict.fromkeys(self._phases, 0)
+        self._phases, self._device = dict.fromkeys(self._phases, 0), dict.fromkeys(self._device, 0)
         self._allocated = self._reserved = 0
 
 

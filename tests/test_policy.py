@@ -1,0 +1,143 @@
+"""Actor, reference and critic against stock transformers models, one unpadded sequence at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from toys import spawn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
+
+from lightning_rlhf.modules.policy import ModelSettings, build_critic, build_policy, meta_parameters
+from lightning_rlhf.packing import pack
+from lightning_rlhf.strategy import FSDPUlyssesStrategy
+
+SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+CONFIGS = {
+    "tied": LlamaConfig(**SIZES, intermediate_size=48, num_key_value_heads=2, tie_word_embeddings=True),
+    "untied": Qwen3Config(**SIZES, intermediate_size=48, num_key_value_heads=1, head_dim=16, tie_word_embeddings=False),
+    "mixture": MixtralConfig(**SIZES, intermediate_size=48, num_key_value_heads=2, num_local_experts=4),
+    "dropout": GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.5, attn_pdrop=0.5),
+}
+PROMPTS = [4, 1, 9, 3]
+
+
+def sequences() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 97, (n,), generator=generator) for n in (12, 7, 20, 3)]
+
+
+def save(name: str, folder: Path) -> str:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def strategy_of(ranks: int, **sizes: int) -> FSDPUlyssesStrategy:
+    """A strategy on the process group that is there, without a training run."""
+    strategy = FSDPUlyssesStrategy(**sizes)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=ranks, strategy=strategy, logger=False, enable_checkpointing=False, barebones=True
+    )
+    trainer.strategy.connect(pl.LightningModule())
+    trainer.strategy.setup_environment()
+    return strategy
+
+
+def gradients_of(rank: int, folder: str, ranks: int, sizes: dict[str, int]) -> tuple:
+    """Log-probs, entropies, values, and all gradients of a loss over them, from packed and sharded models."""
+    strategy = strategy_of(ranks, **sizes)
+    actor = build_policy(ModelSettings(folder), strategy)
+    critic = build_critic(ModelSettings(folder), strategy)
+    with torch.no_grad():
+        for parameter in critic.value_head.parameters():
+            parameter.fill_(0.1)
+    mine = list(range(strategy.dp_rank, 4, strategy.dp_size))
+    packed = pack([sequences()[i] for i in mine], [PROMPTS[i] for i in mine], strategy.sequence_parallel_size)
+    log_probs, entropy = actor(packed, 0.7, True)
+    values = critic(packed)
+    ((log_probs.sin() + 0.3 * entropy).sum() * ranks).backward()
+    (values.square().sum() * ranks).backward()
+    grads = {n: p.grad.full_tensor() for n, p in actor.hf_named_parameters() if p.grad is not None}
+    critic_grads = {n: p.grad.full_tensor() for n, p in critic.named_parameters()}
+    outputs = {i: (log_probs[k].detach(), entropy[k].detach(), values[k].detach()) for k, i in enumerate(mine)}
+    return outputs, grads, critic_grads
+
+
+def stock(folder: str) -> tuple:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    backbone = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().base_model
+    outputs = {}
+    for i, (ids, prompt) in enumerate(zip(sequences(), PROMPTS, strict=True)):
+        log_p = (model(ids[None], use_cache=False).logits[0, prompt - 1 : -1] / 0.7).log_softmax(-1)
+        log_probs = log_p.gather(-1, ids[prompt:, None])[:, 0]
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        hidden = backbone(ids[None], use_cache=False).last_hidden_state[0, prompt - 1 : -1]
+        values = 0.1 * hidden.sum(-1) + 0.1
+        ((log_probs.sin() + 0.3 * entropy).sum() + values.square().sum()).backward()
+        outputs[i] = (log_probs.detach(), entropy.detach(), values.detach())
+    return outputs, dict(model.named_parameters(remove_duplicate=False)), dict(backbone.named_parameters())
+
+
+def assert_equal_to_stock(results: list[tuple], folder: str) -> None:
+    outputs, parameters, backbone = stock(folder)
+    seen = set()
+    for own, grads, critic_grads in results:
+        for i, values in own.items():
+            seen.add(i)
+            for got, want in zip(values, outputs[i], strict=True):
+                torch.testing.assert_close(got[: len(want)], want, rtol=1e-4, atol=1e-5)
+                assert not got[len(want) :].any()
+        for name, gradient in grads.items():
+            torch.testing.assert_close(gradient, parameters[name].grad, rtol=1e-4, atol=1e-5)
+        for name, parameter in backbone.items():
+            if parameter.grad is not None:
+                torch.testing.assert_close(critic_grads[f"model.{name}"], parameter.grad, rtol=1e-4, atol=1e-4)
+        assert critic_grads["value_head.weight"].any()
+    assert seen == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_packed_model_equals_the_stock_model_in_value_and_gradient(name, tmp_path):
+    folder = save(name, tmp_path)
+    assert_equal_to_stock([gradients_of(0, folder, 1, {})], folder)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"),
+    [(2, {}), (2, {"sequence_parallel_size": 2}), (4, {"sequence_parallel_size": 2, "data_parallel_replicate": 2})],
+    ids=["dp2", "sp2", "dp2-sp2-replicated"],
+)
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_sharded_models_equal_the_stock_model_in_value_and_gradient(name, ranks, sizes, tmp_path):
+    folder = save(name, tmp_path)
+    assert_equal_to_stock(spawn(gradients_of, ranks, folder, ranks, sizes), folder)
+
+
+def test_a_reference_is_bfloat16_without_gradients(tmp_path):
+    reference = build_policy(ModelSettings(save("tied", tmp_path)), strategy_of(1), frozen=True)
+    assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
+    assert not any(p.requires_grad for p in reference.parameters())
+    assert not reference.training
+
+
+def test_tied_weights_stay_one_parameter_through_meta_sharding_and_loading(tmp_path):
+    actor = build_policy(ModelSettings(save("tied", tmp_path)), strategy_of(1))
+    model = actor.model
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert [n for n, _ in actor.hf_named_parameters()].count("lm_head.weight") == 1
+    assert all(p is not model.lm_head.weight for n, p in model.named_parameters() if n == "lm_head.weight")
+
+
+def test_buffers_are_computed_while_parameters_wait_on_meta():
+    with meta_parameters():
+        model = AutoModelForCausalLM.from_config(CONFIGS["tied"])
+    assert all(p.is_meta for p in model.parameters())
+    assert not any(b.is_meta for b in model.buffers())
+    assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
