@@ -58,6 +58,7 @@ class RLHFCLI(LightningCLI):
             subclass_mode_model=True,
             subclass_mode_data=True,
             auto_configure_optimizers=False,
+            seed_everything_default=0,
             save_config_kwargs={"overwrite": True},
             parser_class=RLHFParser,
             parser_kwargs={"allow_abbrev": False},
@@ -82,6 +83,7 @@ class RLHFCLI(LightningCLI):
                 "trainer.strategy": {"class_path": "lightning_rlhf.FSDPUlyssesStrategy"},
                 "trainer.log_every_n_steps": 1,
                 "trainer.num_sanity_val_steps": 0,
+                "trainer.inference_mode": False,
                 "trainer.callbacks": [{"class_path": f"lightning_rlhf.{name}"} for name in OBSERVERS],
             }
         )
@@ -138,10 +140,12 @@ def _suggestion(text: str) -> str:
     return f", did you mean {close[0]!r}?" if close else ""
 
 
-def fail(message: str, code: int = 1) -> NoReturn:
-    """Print one line, on the first process only, and exit."""
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0 and int(os.environ.get("NODE_RANK", 0)) == 0:
-        print(f"lightning-rlhf: error: {' '.join(readable(message).split())}", file=sys.stderr, flush=True)
+def fail(message: str, code: int = 1, *, own: bool = False) -> NoReturn:
+    """Print one line and exit; the first process speaks for all, unless the error is this process's ``own``."""
+    rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0)))
+    if rank == 0 or own:
+        where = f" (rank {rank})" if rank else ""
+        print(f"lightning-rlhf: error{where}: {' '.join(readable(message).split())}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 
@@ -180,7 +184,7 @@ def main(args: Sequence[str] | None = None) -> None:
     ) as error:
         if progress.started or os.environ.get("LIGHTNING_RLHF_TRACEBACK"):
             raise
-        fail(f"{error}" or type(error).__name__)
+        fail(f"{error}" or type(error).__name__, own=isinstance(error, RuntimeError | OSError))
 
 
 def _cli(args: Sequence[str] | None, progress: _Started) -> RLHFCLI:

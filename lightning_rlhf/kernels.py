@@ -123,7 +123,7 @@ def _explicit_attention(
     if sinks is not None:  # one extra logit per head that takes probability mass but has no value
         extra = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(1, -1, n, 1)
         scores = torch.cat([scores, extra], dim=-1)
-    return scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., :n] @ v
+    return scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)[..., :n] @ v
 
 
 @cache
@@ -214,9 +214,9 @@ def check_kernel(name: str) -> None:
         )
 
 
-def choose_kernel(name: str, device: torch.device) -> Kernel:
-    """``auto`` is torch's varlen kernel on CUDA and the padded one elsewhere; other names choose explicitly."""
+def choose_kernel(name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Kernel:
+    """``auto`` is torch's varlen kernel on CUDA in half precision, else the padded one; other names choose explicitly."""
     check_kernel(name)
     own = {"reference": reference_kernel, "padded": padded_kernel, "torch": torch_kernel}
-    own["auto"] = torch_kernel if device.type == "cuda" else padded_kernel
+    own["auto"] = torch_kernel if device.type == "cuda" and dtype != torch.float32 else padded_kernel
     return own[name] if name in own else transformers_kernel(name)

@@ -23,6 +23,7 @@ from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -45,6 +46,10 @@ _DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
 }
 
 
+_STATES = "optimizer_states_of"
+"""Key of the metadata: the parameters that each optimizer has state for."""
+
+
 class FSDP2Precision(Precision):
     """``Trainer(precision=)`` as FSDP2 dtypes: no autocast, no conversion of batches or of buffers.
 
@@ -62,6 +67,11 @@ class FSDP2Precision(Precision):
     def __init__(self, precision: str = "32-true") -> None:
         if precision not in _DTYPES:
             raise ValueError(f"trainer.precision must be one of {', '.join(_DTYPES)}, got {precision!r}")
+        if precision == "bf16-true":
+            rank_zero_warn(
+                "trainer.precision bf16-true keeps no float32 master weights: with AdamW and a learning rate under about"
+                " 1e-4 most updates vanish in rounding, use bf16-mixed"
+            )
         self.precision = precision  # type: ignore[assignment]
 
     @property
@@ -232,7 +242,8 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
             for module in root.modules():
                 if isinstance(module, FSDPModule):
                     module.set_force_sum_reduction_for_comms(True)
-        root.requires_grad_(not frozen)
+        if frozen:
+            root.requires_grad_(False)
 
     def shard_float32(self, unit: nn.Module) -> None:
         """A unit that computes in float32 whatever the precision: its inputs are cast up."""
@@ -275,7 +286,9 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
             fs.rm(marker)
         self.barrier()
         state = {"state_dict": checkpoint.pop("state_dict")}
-        state |= {f"optimizer_{i}": s for i, s in enumerate(checkpoint.pop("optimizer_states", []))}
+        optimizers = checkpoint.pop("optimizer_states", [])
+        state |= {f"optimizer_{i}": s for i, s in enumerate(optimizers)}
+        checkpoint[_STATES] = [sorted(s["state"]) for s in optimizers]
         dcp.save(state, checkpoint_id=path)
         if self.is_global_zero:
             with fs.open(marker, "wb") as file:
@@ -290,14 +303,20 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         if not fs.exists(marker):
             raise FileNotFoundError(f"{path!r} is not a complete checkpoint: it has no {_METADATA_FILENAME}")
         with fs.open(marker, "rb") as file:
-            metadata = torch.load(file, weights_only=True, map_location="cpu")
+            metadata = torch.load(file, weights_only=weights_only is not False, map_location="cpu")
         state: dict[str, Any] = {"state_dict": self.lightning_module_state_dict()}
         for i, optimizer in enumerate(self.optimizers):
             state[f"optimizer_{i}"] = get_optimizer_state_dict(self.model, optimizer)
+            # a fresh optimizer names all parameters; one that had no gradient yet (critic warm-up) has no state to load
+            names = set(metadata[_STATES][i])
+            own = state[f"optimizer_{i}"]
+            own["state"] = {name: entry for name, entry in own["state"].items() if name in names}
         dcp.load(state, checkpoint_id=path)
-        set_model_state_dict(self.model, state["state_dict"], options=StateDictOptions(strict=False))
+        partial = StateDictOptions(strict=False)
+        set_model_state_dict(self.model, state["state_dict"], options=partial)
         for i, optimizer in enumerate(self.optimizers):
-            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state[f"optimizer_{i}"])
+            stored = state[f"optimizer_{i}"]
+            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=stored, options=partial)
         return metadata
 
 

@@ -157,7 +157,10 @@ class Rollout(_Movable):
             sampling=sampling,
             group=prompts.index.repeat_interleave(n),
             mask=right_pad([[1.0] * len(c.token_ids) for c in completions]),
-            sampler_log_probs=right_pad(log_probs) if len(log_probs) == len(completions) else None,
+            # of a truncated distribution they are not comparable with the policy's
+            sampler_log_probs=right_pad(log_probs)
+            if len(log_probs) == len(completions) and not sampling.truncated
+            else None,
         )
 
     def __len__(self) -> int:

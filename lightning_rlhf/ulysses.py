@@ -203,8 +203,14 @@ def packed_attention(kernel: Kernel, group: dist.ProcessGroup | None = None) -> 
     return attention
 
 
-def use_packed_attention(model: nn.Module, kernel: str, device: torch.device, group: dist.ProcessGroup | None) -> None:
-    """Make a transformers model attend over packed streams.
+def use_packed_attention(
+    model: nn.Module,
+    kernel: str,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Make a transformers model that computes in ``dtype`` attend over packed streams.
 
     No mask function is registered under the name, so that transformers builds no mask at all.
 
@@ -216,8 +222,8 @@ def use_packed_attention(model: nn.Module, kernel: str, device: torch.device, gr
     if not getattr(model, "_supports_flash_attn", False):
         raise NotImplementedError(f"{type(model).__name__} does not support packed (flash-attention style) inputs")
     # transformers tests names for the substring "flash" and would look for the package
-    name = f"packed_{kernel.replace('flash_attention_', 'fa')}_sp{group_size(group)}"
-    AttentionInterface.register(name, packed_attention(choose_kernel(kernel, device), group))
+    name = f"packed_{kernel.replace('flash_attention_', 'fa')}_sp{group_size(group)}_{str(dtype)[6:]}"
+    AttentionInterface.register(name, packed_attention(choose_kernel(kernel, device, dtype), group))
     model.set_attn_implementation(name)  # type: ignore[operator]
     if model.config._attn_implementation != name:  # type: ignore[union-attr]
         raise NotImplementedError(f"{type(model).__name__} does not use transformers' AttentionInterface")
@@ -227,10 +233,13 @@ def check_packable(config: Any, sequence_parallel_size: int = 1) -> None:
     """Refuse what would be silently wrong, from the configuration alone.
 
     Raises:
-        NotImplementedError: with sequence parallelism, layers that mix tokens outside attention and rotary types that look
-            at the whole sequence.
+        NotImplementedError: layers that mix the tokens of packed neighbours; with sequence parallelism also other layers
+            that mix tokens outside attention, and rotary types that look at the whole sequence.
     """
     text = config.get_text_config()
+    leaky = set(getattr(text, "layer_types", None) or ()) & {"conv", "mamba", "recurrent"}
+    if leaky:
+        raise NotImplementedError(f"layers of type {', '.join(sorted(leaky))} mix the tokens of packed sequences")
     if sequence_parallel_size == 1:
         return
     mixing = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}

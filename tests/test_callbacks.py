@@ -65,19 +65,20 @@ def a_rollout(tokenizer: Any) -> Rollout:
 
 
 def an_experience(rollout: Rollout) -> Experience:
-    """The rollout's responses, and one more of another data rank."""
+    """The rollout's responses and one of another data rank, ordered by data set row: 3, 3, 5 (another's), 7, 7."""
+    order = [2, 3, 4, 0, 1]
     sequences = [torch.tensor(rollout.prompts.ids[i // 2] + c.token_ids) for i, c in enumerate(rollout.completions)]
     mask = torch.cat([rollout.mask, torch.ones(1, rollout.mask.shape[1])])
     advantages = torch.tensor([1.0, -1.0, 0.5, 9.0, 7.0])[:, None] * mask
     return Experience(
-        [*sequences, torch.arange(100)],
+        [[*sequences, torch.arange(100)][i] for i in order],
         [5] * 5,
-        torch.tensor([0, 0, 1, 1, 2]),
-        mask,
+        torch.tensor([7, 7, 3, 3, 5])[order],
+        mask[order],
         mask * 0,
         temperature=1.0,
         max_length=8,
-        advantages=advantages,
+        advantages=advantages[order],
     )
 
 

@@ -31,6 +31,7 @@ MISTAKES = {
     "--model.kl.estimator=k1": "has no useful gradient in the loss",
     "--model.loss=nope": "model.loss: there is no 'nope'; built in: ppo",
     "--model.advantage=nope.f": "model.advantage: there is no 'nope.f'; built in: gae, grpo",
+    "--model.advantage=grpo": "model.advantage: grpo takes no values, the critic would be trained for nothing",
     "--model.aggregation=mean": "model.aggregation: must be one of ['token-mean'",
     "--model.clip_dual=0.5": "model.clip_dual must be above 1",
     "--model.optimizer=Nope": "model.optimizer:",

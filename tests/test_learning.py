@@ -94,3 +94,8 @@ class ScoresItself(GRPOLightningModule):
 def test_a_subclass_that_overrides_score_learns(tmp_path):
     rewards = rewards_of(ScoresItself("random:tiny", lr=1e-2, micro_batch_tokens=4096), tmp_path, 25, num_generations=8)
     assert mean(rewards[-3:]) > 5 * max(0.02, mean(rewards[:3]))
+
+
+def test_an_estimator_that_needs_a_critic_is_refused_without_one():
+    with pytest.raises(ValueError, match="gae needs values, which GRPOLightningModule does not have"):
+        GRPOLightningModule("random:tiny", advantage="gae")

@@ -105,3 +105,16 @@ def test_the_saved_config_runs_again(tmp_path):
     assert yaml.safe_load(saved.read_text())["model"]["init_args"]["reward"] == ["lightning_rlhf.rewards.reasoning_gym"]
     second = run(tmp_path / "b", str(saved), *QUIET)
     assert_equal_runs(first, second, 1e-9)
+
+
+def test_a_checkpoint_of_the_critic_warm_up_resumes(tmp_path):
+    """The actor has no optimizer state yet; the resumed run is the one that was not stopped."""
+    warm_up = ["--model.critic_warmup=2", "--trainer.max_steps=4"]
+    whole = run(tmp_path / "whole", "tiny_ppo.yaml", *QUIET, *warm_up)
+    assert whole[0]["actor/grad_norm"] == 0.0 < whole[2]["actor/grad_norm"]
+    saver = f"{{class_path: lightning_rlhf.IterationCheckpoint, init_args: {{dirpath: {tmp_path}/ck}}}}"
+    save = [f"--trainer.callbacks+={saver}", "--trainer.max_steps=2"]
+    run(tmp_path / "first", "tiny_ppo.yaml", *QUIET, *warm_up, *save)
+    (checkpoint,) = [p for p in (tmp_path / "ck").iterdir() if "iteration" in p.name]
+    rest = run(tmp_path / "rest", "tiny_ppo.yaml", *QUIET, *warm_up, "--ckpt_path", str(checkpoint))
+    assert_equal_runs(whole[2:], rest, 1e-7)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from toys import spawn
-from transformers import AutoConfig, AutoModelForCausalLM, FalconConfig, LlamaConfig, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, FalconConfig, Lfm2Config, LlamaConfig, Qwen2Config
 
 from lightning_rlhf.kernels import reference_kernel
 from lightning_rlhf.ulysses import (
@@ -90,3 +90,5 @@ def test_what_would_be_silently_wrong_with_sequence_parallelism_is_refused():
     mixed = AutoConfig.for_model("qwen3_next")
     with pytest.raises(NotImplementedError, match="linear_attention mix tokens outside attention"):
         check_packable(mixed, 2)
+    with pytest.raises(NotImplementedError, match="conv mix the tokens of packed sequences"):
+        check_packable(Lfm2Config(layer_types=["conv", "full_attention"], num_hidden_layers=2))

@@ -77,6 +77,7 @@ class RolloutCallback(pl.Callback):
                 "there are two RolloutCallbacks: configure the one under rollout, not in trainer.callbacks"
             )
         self.engine.setup(self._engine_setup(trainer, module))
+        self.engine.weight_version = -1  # it may hold the weights of another module
 
     def _engine_setup(self, trainer: pl.Trainer, module: RLHFLightningModule) -> EngineSetup:
         from transformers import AutoConfig
@@ -98,6 +99,12 @@ class RolloutCallback(pl.Callback):
                 f"the longest sequence has {(prompt or 1) + self.sampling.max_completion_length} tokens (prompt + response), a"
                 f" micro-batch holds {budget}: raise model.micro_batch_tokens, or lower data.max_prompt_length or"
                 " rollout.sampling.max_completion_length"
+            )
+        responses = getattr(data, "batch_size", 0) * self.sampling.num_generations
+        if responses and module.mini_batches > responses:
+            raise ValueError(
+                f"model.mini_batches is {module.mini_batches}, a rollout has only {responses} responses"
+                " (data.batch_size x num_generations): lower it"
             )
         sizes = [
             -(-getattr(data, name, 256) // strategy.dp_size) * sampling.num_generations
@@ -126,8 +133,7 @@ class RolloutCallback(pl.Callback):
     ) -> None:
         module: RLHFLightningModule = pl_module  # type: ignore[assignment]
         iteration = trainer.fit_loop.total_batch_idx
-        optimizers = module.trainer.optimizers if self.offload_optimizer else []
-        _move_state(optimizers, torch.device("cpu"))
+        self._offload(trainer)
         try:
             self._wake(module)
             log_probs = self.log_probs_every > 0 and iteration % self.log_probs_every == 0
@@ -135,12 +141,13 @@ class RolloutCallback(pl.Callback):
         finally:
             with module.phases("sleep"):
                 self.engine.sleep(self.sleep_level)
-            _move_state(optimizers, module.strategy.root_device)
+            self._reload(trainer)
         if self._checksum_ok is not None:
             module.log("rollout/checksum_ok", float(self._checksum_ok), batch_size=1)
             self._checksum_ok = None
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._offload(trainer)
         self._wake(pl_module)  # type: ignore[arg-type]
 
     def on_validation_batch_start(
@@ -156,10 +163,19 @@ class RolloutCallback(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.engine.sleep(self.sleep_level)
+        self._reload(trainer)
 
     on_test_start = on_validation_start
     on_test_batch_start = on_validation_batch_start
     on_test_end = on_validation_end
+
+    def _offload(self, trainer: pl.Trainer) -> None:
+        if self.offload_optimizer:
+            _move_state(trainer.optimizers, torch.device("cpu"))
+
+    def _reload(self, trainer: pl.Trainer) -> None:
+        if self.offload_optimizer:
+            _move_state(trainer.optimizers, trainer.strategy.root_device)
 
     def _wake(self, module: RLHFLightningModule) -> None:
         """Weights first, synced if they are not the policy's, then the KV cache: that keeps the peak down."""
@@ -184,9 +200,13 @@ class RolloutCallback(pl.Callback):
         module.strategy.barrier()
         held = self.engine.checksum() if verify else None
         if sent is not None and held is not None:
-            self._checksum_ok = held == sent.checksum
+            equal = module.strategy.all_gather_objects_dp(held == sent.checksum)
+            self._checksum_ok = all(equal)
             if not self._checksum_ok:
-                raise RuntimeError("the engine does not hold the weights that were sent to it: its checksum differs")
+                raise RuntimeError(
+                    f"the engine of data rank {equal.index(False)} does not hold the weights that were sent to it: its"
+                    " checksum differs"
+                )
 
     def _generate(
         self, module: RLHFLightningModule, prompts: Prompts, sampling: Sampling, iteration: int, log_probs: bool

@@ -14,6 +14,7 @@ import os
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from fsspec.core import url_to_fs
 from rich import get_console
 from rich.table import Table
@@ -92,10 +93,7 @@ class Samples(pl.Callback):
 
 
 def sample_columns(rollout: Rollout, scores: Scores, tokenizer: Any, experience: Experience | None = None) -> Columns:
-    """One entry per response in each column; advantages (mean over the response's tokens) if ``experience`` is given.
-
-    ``experience`` holds the responses of all data ranks, those of ``rollout`` first: call it on the first rank.
-    """
+    """One entry per response in each column; advantages (mean over the response's tokens) if ``experience`` is given."""
     n = rollout.sampling.num_generations
     prompts = [tokenizer.decode(ids) for ids in rollout.prompts.ids]
     columns: Columns = {
@@ -105,8 +103,11 @@ def sample_columns(rollout: Rollout, scores: Scores, tokenizer: Any, experience:
     }
     columns |= {f"reward/{name}": part.tolist() for name, part in scores.parts.items()}
     if experience is not None and experience.advantages is not None:
-        mask = experience.mask[: len(rollout)]
-        total = (experience.advantages[: len(rollout)] * mask).sum(dim=1)
+        # the experience holds all data ranks' responses, ordered by group
+        first = torch.searchsorted(experience.group.cpu(), rollout.group.cpu())
+        rows = first + torch.arange(len(rollout)) % n
+        mask = experience.mask.cpu()[rows]
+        total = (experience.advantages.cpu()[rows] * mask).sum(dim=1)
         columns["advantage"] = (total / mask.sum(dim=1).clamp(min=1)).tolist()
     return columns | {
         "length": [len(c.token_ids) for c in rollout.completions],

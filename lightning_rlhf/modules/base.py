@@ -11,6 +11,7 @@ optimizer step and W the ranks that FSDP averages over, so results depend neithe
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -91,7 +92,7 @@ class RLHFLightningModule(pl.LightningModule):
         reward: functions by dotted path, in TRL's signature ``f(prompts, completions, **columns)`` or verl's
             ``f(data_source, solution_str, ground_truth, extra_info)``; not needed when `score` is overridden.
         reward_weights: one per function, default 1.
-        reward_timeout: seconds one scoring of an iteration's responses may take per function.
+        reward_timeout: seconds one scoring of an iteration's responses may take per function; null is no limit.
         reward_workers: processes for reward functions; 0 runs them in this process.
         advantage: estimator by name (see `modules.advantages`) or dotted path; default `default_advantage` of the class.
         loss: policy loss by name (see `modules.losses`) or dotted path.
@@ -120,13 +121,15 @@ class RLHFLightningModule(pl.LightningModule):
 
     # not a default of the argument: on the command line the arguments of one class are carried over to another
     default_advantage = "grpo"
+    # what `compute_advantages` hands to the estimator
+    advantage_inputs = frozenset({"rewards", "mask", "groups"})
 
     def __init__(
         self,
         model: str,
         reward: list[RewardFunction] | None = None,
         reward_weights: list[float] | None = None,
-        reward_timeout: PositiveFloat = 60.0,
+        reward_timeout: PositiveFloat | None = 60.0,
         reward_workers: NonNegativeInt = 0,
         advantage: str | None = None,
         loss: str = "ppo",
@@ -158,6 +161,7 @@ class RLHFLightningModule(pl.LightningModule):
         self.attention, self.gradient_checkpointing = attention, gradient_checkpointing
         self.scorer = Scorer(reward or [], reward_weights, timeout=reward_timeout, workers=reward_workers)
         self.advantage_function = _function(advantage or self.default_advantage, advantages, "model.advantage")
+        self._check_estimator()
         self.loss_function = _function(loss, losses, "model.loss")
         self.aggregation, self.mask_truncated = aggregation, mask_truncated
         self.entropy_coef, self.kl = entropy_coef, kl
@@ -180,6 +184,18 @@ class RLHFLightningModule(pl.LightningModule):
         self.last_experience: Experience
         self.last_scores: Scores
         self.packing: dict[str, int] = {}
+
+    def _check_estimator(self) -> None:
+        """Raise ValueError if the estimator needs what this class does not have."""
+        parameters = inspect.signature(self.advantage_function).parameters.values()
+        needed = {
+            p.name for p in parameters if p.default is p.empty and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
+        }
+        if missing := needed - self.advantage_inputs:
+            raise ValueError(
+                f"model.advantage: {self.advantage_function.__name__} needs {', '.join(sorted(missing))}, which"
+                f" {type(self).__name__} does not have"
+            )
 
     # -- the model ---------------------------------------------------------------------------------
 
@@ -261,8 +277,11 @@ class RLHFLightningModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer(self.parameter_groups())
-        total = int(self.trainer.estimated_stepping_batches)
-        scheduler = warmup_schedule(optimizer, self.lr_schedule, self.warmup_steps, total, self.min_lr_ratio)
+        total = self.trainer.estimated_stepping_batches
+        if total == float("inf") and self.lr_schedule != "constant":
+            raise ValueError(f"model.lr_schedule {self.lr_schedule} needs an end: set trainer.max_steps or max_epochs")
+        iterations = 1 if total == float("inf") else int(total)
+        scheduler = warmup_schedule(optimizer, self.lr_schedule, self.warmup_steps, iterations, self.min_lr_ratio)
         return [optimizer], [scheduler]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -319,6 +338,9 @@ class RLHFLightningModule(pl.LightningModule):
             if self.strategy.data_mesh["sp"].get_local_rank() == 0:
                 value = self.score(rollout)
                 result = value if isinstance(value, Scores) else Scores(torch.as_tensor(value, dtype=torch.float32))
+                if result.total.shape != (len(rollout),):
+                    got = tuple(result.total.shape)
+                    raise ValueError(f"score() must return one reward per response: ({len(rollout)},), got {got}")
         except Exception as error:
             failure = error
         result, message = self.strategy.broadcast_object_sp(
@@ -501,8 +523,15 @@ class RLHFLightningModule(pl.LightningModule):
         self.last_scores = self.scores_of(rollout)
         if dataloader_idx not in self._validation:
             names = getattr(getattr(self.trainer, "datamodule", None), "val_names", None) or ["heldout"]
-            self._validation[dataloader_idx] = ValidationMetrics(names[dataloader_idx], self.val_success, self.device)
+            name = names[dataloader_idx] if dataloader_idx < len(names) else f"heldout_{dataloader_idx}"
+            self._validation[dataloader_idx] = ValidationMetrics(name, self.val_success, self.device)
         self._validation[dataloader_idx].update(self.last_scores.total, rollout.sampling.num_generations)
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.validation_step(batch, batch_idx, dataloader_idx)
+
+    def on_test_epoch_end(self) -> None:
+        self.on_validation_epoch_end()
 
     def on_validation_epoch_end(self) -> None:
         for metrics in self._validation.values():

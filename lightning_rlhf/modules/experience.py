@@ -23,14 +23,7 @@ def gather_experience(
     Args:
         all_gather: one picklable object per data rank -> their list.
         mask_truncated: rows cut at the length limit get mask 0 too.
-
-    Raises:
-        ValueError: ``scores.total`` does not have one value per response.
     """
-    if scores.total.shape != (len(rollout),):
-        raise ValueError(
-            f"score() must return one reward per response: ({len(rollout)},), got {tuple(scores.total.shape)}"
-        )
     n = rollout.sampling.num_generations
     prompts = [ids for ids in rollout.prompts.ids for _ in range(n)]
     usable = [

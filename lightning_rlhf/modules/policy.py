@@ -54,7 +54,8 @@ class _PackedModel(nn.Module):
         self.model = model
         self._group = strategy.sp_group
         self._device = strategy.root_device
-        use_packed_attention(model, kernel, strategy.root_device, self._group)
+        dtype = model.dtype if model.dtype != torch.float32 else strategy.precision_plugin.compute_dtype
+        use_packed_attention(model, kernel, strategy.root_device, self._group, dtype)  # type: ignore[arg-type]
 
     @property
     def backbone(self) -> nn.Module:
@@ -151,21 +152,21 @@ def build_policy(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, froz
     """The actor, or with ``frozen`` a reference in bfloat16 without gradients."""
     dtype = torch.bfloat16 if frozen else strategy.precision_plugin.param_dtype
     with meta_parameters():
-        model = _causal_lm(settings, dtype)
+        model = _causal_lm(settings, dtype, strategy)
     policy = Policy(model, strategy, settings.attention)
     if settings.gradient_checkpointing and not frozen:
         _checkpoint_layers(model)
     strategy.shard(policy, policy.units, frozen=frozen)
     strategy.materialize(policy)
     model.tie_weights()  # type: ignore[operator]  # allocating visits each name on its own
-    load_pretrained(policy, settings.path, strategy, lambda name: name.removeprefix("model."))
+    load_pretrained(policy, settings, strategy, lambda name: name.removeprefix("model."))
     return policy.eval() if frozen else policy.train()
 
 
 def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> Critic:
     """A critic whose backbone starts from ``settings.path`` and whose values start at 0."""
     with meta_parameters():
-        causal = _causal_lm(settings, strategy.precision_plugin.param_dtype)
+        causal = _causal_lm(settings, strategy.precision_plugin.param_dtype, strategy)
         critic = Critic(causal.base_model, strategy, settings.attention)  # type: ignore[arg-type]
     prefix = f"{causal.base_model_prefix}."
     if settings.gradient_checkpointing:
@@ -173,20 +174,18 @@ def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> Crit
     strategy.shard_float32(critic.value_head)
     strategy.shard(critic, critic.units)
     strategy.materialize(critic)
-    load_pretrained(
-        critic, settings.path, strategy, lambda name: prefix + name.removeprefix("model."), ("value_head.",)
-    )
+    load_pretrained(critic, settings, strategy, lambda name: prefix + name.removeprefix("model."), ("value_head.",))
     with torch.no_grad():
         for parameter in critic.value_head.parameters():
             parameter.zero_()
     return critic.train()
 
 
-def _causal_lm(settings: ModelSettings, dtype: torch.dtype) -> nn.Module:
+def _causal_lm(settings: ModelSettings, dtype: torch.dtype, strategy: FSDPUlyssesStrategy) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
-    check_packable(config)
+    check_packable(config, strategy.sequence_parallel_size)
     for holder in {id(c): c for c in (config, config.get_text_config())}.values():
         if getattr(holder, "output_router_logits", False):
             raise NotImplementedError(
@@ -226,7 +225,7 @@ def meta_parameters() -> Iterator[None]:
 
 def load_pretrained(
     root: nn.Module,
-    path: str,
+    settings: ModelSettings,
     strategy: FSDPUlyssesStrategy,
     hf_name: Callable[[str], str],
     skip: tuple[str, ...] = (),
@@ -241,7 +240,7 @@ def load_pretrained(
         skip: prefixes of names that are not in the checkpoint.
     """
     wanted = {n: t for n, t in get_model_state_dict(root).items() if not n.startswith(skip or ("\0",))}
-    stored = _stored_names(path)
+    stored = _stored_names(settings.path)
     seen: dict[int, str] = {}
     state = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
@@ -250,9 +249,9 @@ def load_pretrained(
             state[hf_name(name)] = wanted[name]
     missing = [n for n, p in root.named_parameters() if n in wanted and id(p) not in seen]
     if not missing:
-        dcp.load(state, storage_reader=HuggingFaceStorageReader(path))
+        dcp.load(state, storage_reader=HuggingFaceStorageReader(settings.path))
     else:
-        _broadcast_pretrained(root, path, strategy, hf_name, skip)
+        _broadcast_pretrained(root, settings, strategy, hf_name, skip)
     strategy.reshard(root)
 
 
@@ -267,19 +266,37 @@ def _stored_names(path: str) -> set[str]:
 
 
 def _broadcast_pretrained(
-    root: nn.Module, path: str, strategy: FSDPUlyssesStrategy, hf_name: Callable[[str], str], skip: tuple[str, ...]
+    root: nn.Module,
+    settings: ModelSettings,
+    strategy: FSDPUlyssesStrategy,
+    hf_name: Callable[[str], str],
+    skip: tuple[str, ...],
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     full: dict[str, Any] = {}
+    failure = None
     if strategy.is_global_zero:
-        source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
-        own = {
-            n: p.dtype for n, p in root.named_parameters(remove_duplicate=False) if not n.startswith(skip or ("\0",))
-        }
-        lost = sorted(n for n in own if hf_name(n) not in source)
-        if lost:
-            raise KeyError(f"{path}: the checkpoint has no {', '.join(map(hf_name, lost[:3]))}")
-        full = {n: source[hf_name(n)].to(dtype) for n, dtype in own.items()}
+        try:
+            full = _full_state(root, settings, hf_name, skip)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+    if failure := strategy.broadcast(failure):  # on all ranks: the others would wait for the weights
+        raise RuntimeError(f"{settings.path} cannot be loaded: {failure}")
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(root, full, options=options)
+
+
+def _full_state(
+    root: nn.Module, settings: ModelSettings, hf_name: Callable[[str], str], skip: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """All of ``root``'s parameters as transformers loads them, in ``root``'s names and dtypes."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        settings.path, dtype=torch.float32, trust_remote_code=settings.trust_remote_code
+    )
+    source = model.state_dict()
+    own = {n: p.dtype for n, p in root.named_parameters(remove_duplicate=False) if not n.startswith(skip or ("\0",))}
+    lost = sorted(n for n in own if hf_name(n) not in source)
+    if lost:
+        raise KeyError(f"the checkpoint has no {', '.join(map(hf_name, lost[:3]))}")
+    return {n: source[hf_name(n)].to(dtype) for n, dtype in own.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -38,6 +39,7 @@ class PPOLightningModule(RLHFLightningModule):
     """
 
     default_advantage = "gae"
+    advantage_inputs = RLHFLightningModule.advantage_inputs | {"values", "gamma", "lam", "whiten"}
 
     def __init__(
         self,
@@ -57,6 +59,14 @@ class PPOLightningModule(RLHFLightningModule):
         self.gamma, self.lam, self.value_clip = gamma, lam, value_clip
         self.whiten_advantages, self.whiten_rewards = whiten_advantages, whiten_rewards
         self.critic: Critic = None  # type: ignore[assignment]
+
+    def _check_estimator(self) -> None:
+        super()._check_estimator()
+        if "values" not in inspect.signature(self.advantage_function).parameters:
+            raise ValueError(
+                f"model.advantage: {self.advantage_function.__name__} takes no values, the critic would be trained for"
+                " nothing: use class_path: lightning_rlhf.GRPOLightningModule, or gae"
+            )
 
     def configure_model(self) -> None:
         super().configure_model()
