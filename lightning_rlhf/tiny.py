@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +24,16 @@ _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
+
+
+def sums() -> list[dict[str, str]]:
+    """Prompts for the tiny model: all sums of two digits."""
+    return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
+
+
+def share_of_digits(completions: list[str], **_: Any) -> list[float]:
+    """A reward that a random model gets some of: 0.04 at first."""
+    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 
 
 def local_path(model: str, trust_remote_code: bool = False) -> str:

@@ -53,7 +53,7 @@ def test_results_do_not_depend_on_how_the_work_is_split(config, tmp_path):
     """One process, two data ranks, two ranks that share each sequence, small micro-batches: the same metrics."""
     one = run(tmp_path / "one", config, *QUIET)
     two = ["--trainer.devices=2"]
-    small = "--model.micro_batch_tokens=300" if "ppo" in config else "--model.init_args.micro_batch_tokens=300"
+    small = "--model.micro_batch_tokens=100" if "ppo" in config else "--model.init_args.micro_batch_tokens=100"
     assert_equal_runs(one, run(tmp_path / "dp", config, *QUIET, *two))
     assert_equal_runs(one, run(tmp_path / "sp", config, *QUIET, *two, "--trainer.strategy.sequence_parallel_size=2"))
     assert_equal_runs(one, run(tmp_path / "small", config, *QUIET, small))
@@ -72,7 +72,7 @@ def test_the_metrics_have_the_names_that_are_documented(tmp_path):
         *("actor/pg_loss", "actor/ppo_kl", "actor/clip_fraction", "actor/entropy", "actor/kl_loss"),
         *("actor/grad_norm", "actor/lr"),
         *("critic/vf_loss", "critic/clip_fraction", "critic/explained_variance", "critic/grad_norm", "critic/lr"),
-        *("reward/mean", "reward/std", "reward/reasoning_gym/mean", "reward/frac_zero_std"),
+        *("reward/mean", "reward/std", "reward/share_of_digits/mean", "reward/frac_zero_std"),
         *("completions/mean_length", "completions/max_length", "completions/clipped_ratio"),
         *("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/checksum_ok"),
         *("perf/throughput", "perf/padding_efficiency", "perf/cpu_memory_gb"),
@@ -102,7 +102,7 @@ def test_validate_scores_the_held_out_prompts_of_a_model_as_it_is(tmp_path):
 def test_the_saved_config_runs_again(tmp_path):
     first = run(tmp_path / "a", "tiny_grpo.yaml", *QUIET, "--trainer.max_steps=1")
     saved = next((tmp_path / "a/run").glob("version_*/config.yaml"))
-    assert yaml.safe_load(saved.read_text())["model"]["init_args"]["reward"] == ["lightning_rlhf.rewards.reasoning_gym"]
+    assert yaml.safe_load(saved.read_text())["model"]["init_args"]["reward"] == ["lightning_rlhf.tiny.share_of_digits"]
     second = run(tmp_path / "b", str(saved), *QUIET)
     assert_equal_runs(first, second, 1e-9)
 
