@@ -205,8 +205,10 @@ class TransformersEngine(RolloutEngine):
     def _forward(self, ids: Int[Tensor, "B q"], mask: Bool[Tensor, "B L"], cache: DynamicCache) -> Float[Tensor, "B V"]:
         positions = (mask.cumsum(-1) - 1).clamp_(min=0)[:, -ids.shape[1] :]
         optional = {"position_ids": positions, "logits_to_keep": self._index([ids.shape[1] - 1])}
-        arguments = {k: v for k, v in optional.items() if k in self._forward_arguments}
-        out = self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **arguments)
+        arguments: dict[str, Any] = {k: v for k, v in optional.items() if k in self._forward_arguments}
+        # transformers 5.24 has a new name for it
+        arguments["cache" if "cache" in self._forward_arguments else "past_key_values"] = cache
+        out = self.model(input_ids=ids, attention_mask=mask, use_cache=True, **arguments)
         return out.logits[:, -1].float()
 
     def _index(self, values: Sequence[Any]) -> Any:
