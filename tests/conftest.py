@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 @pytest.fixture(autouse=True)
 def clean_process() -> Iterator[None]:
-    environment, threads, grouped = dict(os.environ), torch.get_num_threads(), dist.is_initialized()
+    environment, threads = dict(os.environ), torch.get_num_threads()
     yield
-    if dist.is_initialized() and not grouped:
+    if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     torch.set_num_threads(threads)
     for name in os.environ.keys() - environment.keys():

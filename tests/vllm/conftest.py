@@ -1,0 +1,10 @@
+"""The tests here share one engine, which owns the process group: nothing is cleaned up between them."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def clean_process() -> None:
+    pass
