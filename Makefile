@@ -14,6 +14,8 @@ VENV := .venv
 VLLM_VENV := .venv-vllm
 DEMO := .cache/demo
 PIP_ARGS := --quiet --quiet --disable-pip-version-check
+# memory freed by one operation serves the next one: without it the kernel clears the same pages again and again
+KEEP_MEMORY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DELETE_ON_ERROR:
@@ -25,7 +27,7 @@ help: ## this list
 demo: $(VENV)/.demo ## train SmolLM2-135M by PPO on this CPU: about 8 minutes on 2 cores, downloads included about 12
 	$(VENV)/bin/python examples/demo/prepare.py $(DEMO)/smollm2-135m
 	$(VENV)/bin/python examples/demo/task.py $(DEMO)
-	TQDM_DISABLE=1 $(VENV)/bin/python examples/demo/run.py --config configs/demo_ppo.yaml --seed_everything $(SEED) $(DEMO_ARGS)
+	TQDM_DISABLE=1 $(KEEP_MEMORY) $(VENV)/bin/python examples/demo/run.py --config configs/demo_ppo.yaml --seed_everything $(SEED) $(DEMO_ARGS)
 
 test: $(VENV)/.test ## the tests that need neither a GPU nor vLLM
 	$(ONE_THREAD) $(VENV)/bin/python -m pytest -m "not slow and not vllm and not gpu" -n $(JOBS) $(PYTEST_ARGS)

@@ -1,38 +1,51 @@
 """RLHF and RLVR for Hugging Face language models as plain PyTorch Lightning.
 
-The names here are the ones to use in YAML (``class_path: lightning_rlhf.GRPOLightningModule``) and in code.
+The names here are the ones to use in YAML (``class_path: lightning_rlhf.GRPOLightningModule``) and in code. Each is imported
+when it is first used: a process that only runs reward functions loads neither transformers nor Lightning.
 """
 
-from lightning_rlhf.callbacks.checkpoint import IterationCheckpoint
-from lightning_rlhf.callbacks.hf_export import HFExport
-from lightning_rlhf.callbacks.memory import Memory
-from lightning_rlhf.callbacks.rollout import RolloutCallback
-from lightning_rlhf.callbacks.samples import Samples
-from lightning_rlhf.callbacks.throughput import Throughput
-from lightning_rlhf.data import PromptDataModule
-from lightning_rlhf.modules.base import KL, RLHFLightningModule
-from lightning_rlhf.modules.grpo import GRPOLightningModule
-from lightning_rlhf.modules.ppo import PPOLightningModule
-from lightning_rlhf.strategy import FSDPUlyssesStrategy
-from lightning_rlhf.types import Completion, Experience, Prompts, Rollout, Sampling, Scores
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "KL",
-    "Completion",
-    "Experience",
-    "FSDPUlyssesStrategy",
-    "GRPOLightningModule",
-    "HFExport",
-    "IterationCheckpoint",
-    "Memory",
-    "PPOLightningModule",
-    "PromptDataModule",
-    "Prompts",
-    "RLHFLightningModule",
-    "Rollout",
-    "RolloutCallback",
-    "Samples",
-    "Sampling",
-    "Scores",
-    "Throughput",
-]
+if TYPE_CHECKING:
+    from lightning_rlhf.callbacks.checkpoint import IterationCheckpoint
+    from lightning_rlhf.callbacks.hf_export import HFExport
+    from lightning_rlhf.callbacks.memory import Memory
+    from lightning_rlhf.callbacks.progress import IterationProgress
+    from lightning_rlhf.callbacks.rollout import RolloutCallback
+    from lightning_rlhf.callbacks.samples import Samples
+    from lightning_rlhf.callbacks.throughput import Throughput
+    from lightning_rlhf.data import PromptDataModule
+    from lightning_rlhf.modules.base import KL, RLHFLightningModule
+    from lightning_rlhf.modules.grpo import GRPOLightningModule
+    from lightning_rlhf.modules.ppo import PPOLightningModule
+    from lightning_rlhf.strategy import FSDPUlyssesStrategy
+    from lightning_rlhf.types import Completion, Experience, Prompts, Rollout, Sampling, Scores
+
+_HOMES = {
+    "callbacks.checkpoint": ["IterationCheckpoint"],
+    "callbacks.hf_export": ["HFExport"],
+    "callbacks.memory": ["Memory"],
+    "callbacks.progress": ["IterationProgress"],
+    "callbacks.rollout": ["RolloutCallback"],
+    "callbacks.samples": ["Samples"],
+    "callbacks.throughput": ["Throughput"],
+    "data": ["PromptDataModule"],
+    "modules.base": ["KL", "RLHFLightningModule"],
+    "modules.grpo": ["GRPOLightningModule"],
+    "modules.ppo": ["PPOLightningModule"],
+    "strategy": ["FSDPUlyssesStrategy"],
+    "types": ["Completion", "Experience", "Prompts", "Rollout", "Sampling", "Scores"],
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import_module(f"{__name__}.strategy")  # registers its name with Lightning
+    value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value

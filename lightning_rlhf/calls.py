@@ -23,6 +23,7 @@ import torch
 from lightning_rlhf.rewards import RewardError, text_of
 
 _STATE = ("trainer_state", "log_metric", "log_extra")
+_RESERVED = ("mean", "std", "square", "failures", "frac_zero_std")
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _VERL_COLUMNS = ("data_source", "ground_truth", "reward_model", "answer", "solution", "extra_info")
 
@@ -96,6 +97,8 @@ class RewardJob:
         logged = Outcome([])
 
         def log_metric(name: str, value: float) -> None:
+            if name in _RESERVED or name.endswith("/mean"):
+                raise RewardError(f"must not log_metric({name!r}): reward/{name} is a metric of the trainer's")
             logged.metrics[name] = float(value)
 
         def log_extra(column: str, values: Sequence[Any]) -> None:

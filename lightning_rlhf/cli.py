@@ -13,17 +13,20 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-import lightning_rlhf  # noqa: F401 (registers the strategy)
+import lightning_rlhf.strategy  # noqa: F401 (registers its name)
+from lightning_rlhf.callbacks.progress import IterationProgress
 from lightning_rlhf.callbacks.rollout import RolloutCallback
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.modules.base import KL, RLHFLightningModule
 from lightning_rlhf.modules.ppo import PPOLightningModule
+from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.types import Sampling
 
 OBSERVERS = ("Throughput", "Memory", "Samples", "IterationCheckpoint")
@@ -48,8 +51,22 @@ class RLHFParser(LightningArgumentParser):
         fail(message, code=2)
 
 
+class _Started(pl.Callback):
+    """Knows whether the first batch was reached: until then an error is about the configuration."""
+
+    started = False
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.started = True
+
+    def on_validation_batch_start(self, *args: Any) -> None:
+        self.started = True
+
+
 class RLHFCLI(LightningCLI):
     """The links and defaults; nothing else happens here."""
+
+    progress = _Started()  # of this process's run
 
     def __init__(self, args: Sequence[str] | None = None) -> None:
         super().__init__(
@@ -91,6 +108,14 @@ class RLHFCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = parser.parse_args(args)  # not super(): it warns that a program calls `main` with arguments
 
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        trainer = super().instantiate_trainer(**kwargs)
+        bars = [i for i, callback in enumerate(trainer.callbacks) if type(callback) is RichProgressBar]  # type: ignore[attr-defined]
+        for i in bars:  # Lightning's default
+            trainer.callbacks[i] = IterationProgress()  # type: ignore[attr-defined]
+        trainer.callbacks.insert(0, self.progress)  # type: ignore[attr-defined]
+        return trainer
+
     def before_instantiate_classes(self) -> None:
         trainer = self.config[self.subcommand].trainer
         for theirs, default, ours in (
@@ -99,6 +124,9 @@ class RLHFCLI(LightningCLI):
         ):
             if trainer.get(theirs, default) != default:
                 raise ValueError(f"trainer.{theirs} is for automatic optimisation: set model.{ours} instead")
+
+
+CLI = TypeVar("CLI", bound=RLHFCLI)
 
 
 def readable(message: str) -> str:
@@ -133,7 +161,16 @@ def _suggestion(text: str) -> str:
     unknown = re.search(r"Option '([^']+)' is not accepted|unrecognized arguments: --(\S+)", text)
     if unknown is None:
         return ""
-    classes = (RLHFLightningModule, PPOLightningModule, PromptDataModule, RolloutCallback, Sampling, KL, pl.Trainer)
+    classes = (
+        ModelSettings,
+        RLHFLightningModule,
+        PPOLightningModule,
+        PromptDataModule,
+        RolloutCallback,
+        Sampling,
+        KL,
+        pl.Trainer,
+    )
     known = {name for c in classes for name in inspect.signature(c).parameters}
     option = (unknown[1] or unknown[2]).split("=")[0].rsplit(".", 1)[-1]
     close = difflib.get_close_matches(option, known, 1, 0.6)
@@ -149,30 +186,24 @@ def fail(message: str, code: int = 1, *, own: bool = False) -> NoReturn:
     sys.exit(code)
 
 
-class _Started(pl.Callback):
-    """Knows whether the first batch was reached: until then an error is about the configuration."""
-
-    started = False
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self.started = True
-
-    def on_validation_batch_start(self, *args: Any) -> None:
-        self.started = True
-
-
 def main(args: Sequence[str] | None = None) -> None:
-    """Entry point. Errors of the configuration end in one line; set LIGHTNING_RLHF_TRACEBACK=1 to see where they come from.
+    """Entry point of ``lightning-rlhf``."""
+    run(RLHFCLI, args)
 
-    Errors after the first batch was reached are raised as they are, with their traceback.
+
+def run(cli: type[CLI], args: Sequence[str] | None = None) -> CLI:
+    """Parse the arguments and do what they say. Errors of the configuration end in one line.
+
+    Set LIGHTNING_RLHF_TRACEBACK=1 to see where they come from. Errors after the first batch was reached are raised as they
+    are, with their traceback.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # your own module by class_path, as with `python -m`
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
-    progress = _Started()
+    cli.progress = _Started()
     try:
-        _cli(args, progress)
+        return cli(args)
     except (
         ValueError,
         TypeError,
@@ -182,16 +213,6 @@ def main(args: Sequence[str] | None = None) -> None:
         MisconfigurationException,
         RuntimeError,
     ) as error:
-        if progress.started or os.environ.get("LIGHTNING_RLHF_TRACEBACK"):
+        if cli.progress.started or os.environ.get("LIGHTNING_RLHF_TRACEBACK"):
             raise
         fail(f"{error}" or type(error).__name__, own=isinstance(error, RuntimeError | OSError))
-
-
-def _cli(args: Sequence[str] | None, progress: _Started) -> RLHFCLI:
-    class CLI(RLHFCLI):
-        def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-            trainer = super().instantiate_trainer(**kwargs)
-            trainer.callbacks.insert(0, progress)  # type: ignore[attr-defined]
-            return trainer
-
-    return CLI(args)

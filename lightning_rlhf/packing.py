@@ -26,9 +26,9 @@ Cost = Callable[[int], float]
 class Packed(_Movable):
     """One micro-batch as a stream of S tokens, whole sequences one after the other, padding (if any) as one more sequence.
 
-    ``labels[t]`` is the response token that position ``t`` predicts, `IGNORE` elsewhere; ``rows`` are the positions that
-    have one, ascending: the head computes those only. ``response_index[i, j]`` is the stream position that predicts token
-    ``j`` of response ``i`` (0 where there is none: see ``response_mask``).
+    ``labels[t]`` is the response token that position ``t`` predicts, `IGNORE` elsewhere; ``rows`` are the positions of this
+    sequence rank's piece of the stream that have one, ascending: the head computes those only. ``response_index[i, j]`` is the
+    stream position that predicts token ``j`` of response ``i`` (0 where there is none: see ``response_mask``).
     """
 
     input_ids: Int[Tensor, "S"]
@@ -46,18 +46,24 @@ class Packed(_Movable):
         return stream[self.response_index] * self.response_mask
 
 
-def pack(sequences: Sequence[Int[Tensor, "_"]], prompt_lengths: Sequence[int], multiple_of: int = 1) -> Packed:
+def pack(
+    sequences: Sequence[Int[Tensor, "_"]],
+    prompt_lengths: Sequence[int],
+    sequence_ranks: int = 1,
+    sequence_rank: int = 0,
+) -> Packed:
     """Lay sequences into one stream and shift the labels, once, inside each sequence.
 
     Args:
         sequences: prompt + response ids; may be empty (the stream is then padding: a rank without work in this step).
         prompt_lengths: where each response begins, at least 1.
-        multiple_of: the stream is padded to a multiple of this (the sequence-parallel size).
+        sequence_ranks: ranks that share the stream, each a contiguous piece: it is padded to a multiple of this.
+        sequence_rank: this one.
     """
     lengths = [len(s) for s in sequences]
     total = sum(lengths)
     width = max((n - p for n, p in zip(lengths, prompt_lengths, strict=True)), default=0) or 1
-    pad = -total % multiple_of or (multiple_of if total == 0 else 0)
+    pad = -total % sequence_ranks or (sequence_ranks if total == 0 else 0)
     parts, labels, segments = list(sequences), [], list(lengths)
     index = torch.zeros(len(lengths), width, dtype=torch.long)
     mask = torch.zeros(len(lengths), width)
@@ -74,12 +80,13 @@ def pack(sequences: Sequence[Int[Tensor, "_"]], prompt_lengths: Sequence[int], m
         segments.append(pad)
     bounds = torch.tensor([0, *segments]).cumsum(0)
     all_labels = torch.cat(labels)
+    piece = all_labels.chunk(sequence_ranks)[sequence_rank]
     positions = torch.arange(total + pad) - bounds[:-1].repeat_interleave(torch.tensor(segments))
     return Packed(
         input_ids=torch.cat(parts),
         position_ids=positions,
         labels=all_labels,
-        rows=(all_labels != IGNORE).nonzero().squeeze(-1),
+        rows=(piece != IGNORE).nonzero().squeeze(-1),
         cu_seqlens=bounds.int(),
         response_index=index,
         response_mask=mask,

@@ -167,6 +167,11 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         return self.data_mesh["dp"].get_local_rank()
 
     @property
+    def sp_rank(self) -> int:
+        """Which piece of its sequences this rank has."""
+        return self.data_mesh["sp"].get_local_rank()
+
+    @property
     def sp_group(self) -> dist.ProcessGroup | None:
         """Ranks that share this rank's sequences, None without sequence parallelism."""
         return None if self.sequence_parallel_size == 1 else self.data_mesh["sp"].get_group()

@@ -54,7 +54,11 @@ def local_path(model: str, trust_remote_code: bool = False) -> str:
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
     try:
-        return snapshot_download(model, allow_patterns=patterns + (["*.py"] if trust_remote_code else []))
+        patterns += ["*.py"] if trust_remote_code else []
+        folder = snapshot_download(model, allow_patterns=patterns)
+        if not any(Path(folder).glob("*.safetensors")):
+            folder = snapshot_download(model, allow_patterns=[*patterns, "*.bin", "*.bin.index.json"])
+        return folder
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise FileNotFoundError(

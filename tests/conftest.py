@@ -10,6 +10,13 @@ import torch
 import torch.distributed as dist
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
 @pytest.fixture(autouse=True)
 def clean_process() -> Iterator[None]:
     environment, threads = dict(os.environ), torch.get_num_threads()

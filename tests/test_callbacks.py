@@ -27,9 +27,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from lightning_rlhf.callbacks.checkpoint import IterationCheckpoint, latest_complete
 from lightning_rlhf.callbacks.hf_export import HFExport, export, write_folder
 from lightning_rlhf.callbacks.memory import Memory, resident_bytes
+from lightning_rlhf.callbacks.progress import IterationProgress
 from lightning_rlhf.callbacks.samples import Samples, sample_columns, sample_table, shorten, visible, write_parquet
 from lightning_rlhf.callbacks.throughput import Throughput
 from lightning_rlhf.flops import Passes, dims_of, training_flops
+from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.phases import Phases
 from lightning_rlhf.tiny import tiny_model
 from lightning_rlhf.types import Completion, Experience, Prompts, Rollout, Sampling, Scores
@@ -101,7 +103,7 @@ class Toy(pl.LightningModule):
         self.automatic_optimization = False
         self.weight = nn.Parameter(torch.zeros(2))
         self.phases = Phases()
-        self.tokenizer, self.model_path = tokenizer, model_path
+        self.tokenizer, self.settings = tokenizer, ModelSettings(model_path)
         self.packing = {"real_tokens": 30, "padded_tokens": 40}
         self.work_seconds = work_seconds
         self.flops: list[Passes] = []
@@ -174,8 +176,7 @@ def fit(
         num_sanity_val_steps=0,
         enable_checkpointing=any(isinstance(c, IterationCheckpoint) for c in callbacks),
         enable_model_summary=False,
-        enable_progress_bar=False,
-        **options,
+        **({"enable_progress_bar": False} | options),
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*does not have many workers")
@@ -188,6 +189,25 @@ def fit(
 def logged(trainer: pl.Trainer) -> list[dict[str, float]]:
     with open(Path(trainer.logger.log_dir) / "metrics.csv") as file:
         return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+
+
+# ------------------------------------------------------------------------------------------------------------ progress
+
+
+@pytest.mark.parametrize(
+    ("limits", "total"),
+    [({"max_steps": 5, "max_epochs": -1}, 5), ({"max_epochs": 2}, 6), ({"max_steps": 4, "max_epochs": 2}, 4)],
+)
+def test_progress_counts_the_iterations_of_the_run(
+    limits: dict[str, int], total: int, tmp_path: Path, tokenizer: Any, capsys: Any
+) -> None:
+    bar = IterationProgress()
+    toy = Toy(tokenizer)
+    toy.training_step = lambda batch, batch_idx: (Toy.training_step(toy, batch, batch_idx), toy.log("r", 0.25, True))[0]  # type: ignore[method-assign]
+    fit(toy, tmp_path, [bar], enable_progress_bar=True, **limits)
+    assert (bar.train_progress_bar.completed, bar.train_progress_bar.total) == (total, total)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("iteration ")]
+    assert lines == [f"iteration {i}/{total}  r 0.25" for i in range(1, total + 1)]  # no terminal: a log file
 
 
 # ---------------------------------------------------------------------------------------------------------- throughput
@@ -253,7 +273,6 @@ def test_resident_size_follows_what_is_allocated() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_each_phase_has_its_own_peak_and_the_outer_one_the_inner_ones() -> None:
     memory, phases, mebibyte = Memory(), Phases(), 2**20
     phases.on_start.append(memory._enter)

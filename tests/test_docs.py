@@ -16,6 +16,7 @@ import yaml
 
 import lightning_rlhf
 from lightning_rlhf.modules.base import RLHFLightningModule
+from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.rollout import VLLMEngine
 
 ROOT = Path(__file__).parent.parent
@@ -23,7 +24,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 OWNERS: dict[str, tuple[type, ...]] = {
     "trainer": (pl.Trainer,),
     "trainer.strategy": (lightning_rlhf.FSDPUlyssesStrategy,),
-    "model": (RLHFLightningModule, lightning_rlhf.PPOLightningModule),
+    "model": (RLHFLightningModule, lightning_rlhf.PPOLightningModule, ModelSettings),
     "model.kl": (lightning_rlhf.KL,),
     "rollout": (lightning_rlhf.RolloutCallback,),
     "rollout.sampling": (lightning_rlhf.Sampling,),

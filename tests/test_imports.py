@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 import lightning_rlhf
 
@@ -29,7 +33,7 @@ ALLOWED = {
     "modules": {"types", "kernels", "phases", "packing", "ulysses", "flops", "tiny", "scoring"},
     "rollout": {"types"},
     "callbacks": {"rollout", "types", "phases", "flops"},
-    "cli": {"callbacks", "data", "modules", "types", "__init__"},
+    "cli": {"callbacks", "data", "modules", "strategy", "types"},
     "__main__": {"cli"},
     "__init__": {"callbacks", "data", "modules", "strategy", "types", "rollout"},
 }
@@ -105,6 +109,22 @@ def test_modules_import_each_other_without_cycles():
 
     for name in graph:
         visit(name, ())
+
+
+def test_a_reward_worker_loads_neither_lightning_nor_transformers():
+    code = "import sys, lightning_rlhf.runners; print(sorted({'lightning', 'transformers', 'peft'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_lazy_names_are_those_that_type_checkers_see():
+    block = next(n for n in ast.parse((ROOT / "__init__.py").read_text()).body if isinstance(n, ast.If))
+    seen = {f"{n.module}.{a.name}" for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert seen == {f"lightning_rlhf.{home}.{name}" for name, home in lightning_rlhf._HOME_OF.items()}
+    for name in lightning_rlhf.__all__:
+        assert getattr(lightning_rlhf, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'PPO'"):
+        lightning_rlhf.PPO  # noqa: B018
 
 
 def test_vllm_is_imported_in_one_file_and_only_inside_functions():

@@ -10,7 +10,9 @@ import torch
 from toys import spawn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
 
-from lightning_rlhf.modules.policy import ModelSettings, build_critic, build_policy, meta_parameters
+from lightning_rlhf.modules.loading import meta_parameters
+from lightning_rlhf.modules.policy import build_critic, build_policy
+from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.packing import pack
 from lightning_rlhf.strategy import FSDPUlyssesStrategy
 
@@ -59,7 +61,9 @@ def gradients_of(rank: int, folder: str, ranks: int, sizes: dict[str, int]) -> t
         for parameter in critic.value_head.parameters():
             parameter.fill_(0.1)
     mine = list(range(strategy.dp_rank, 4, strategy.dp_size))
-    packed = pack([sequences()[i] for i in mine], [PROMPTS[i] for i in mine], strategy.sequence_parallel_size)
+    packed = pack(
+        [sequences()[i] for i in mine], [PROMPTS[i] for i in mine], strategy.sequence_parallel_size, strategy.sp_rank
+    )
     log_probs, entropy = actor(packed, 0.7, True)
     values = critic(packed)
     ((log_probs.sin() + 0.3 * entropy).sum() * ranks).backward()

@@ -180,6 +180,16 @@ def test_what_functions_log_is_kept():
     assert scores.columns == {"shout": list("ABCD")}
 
 
+@pytest.mark.parametrize("name", ["failures", "mean", "length/mean"])
+def test_a_function_cannot_log_under_a_name_of_the_trainers_metrics(name):
+    def logs(completions, log_metric):
+        log_metric(name, 0.5)
+        return [0] * 4
+
+    with pytest.raises(RewardError, match=f"logs must not log_metric\\('{name}'\\): reward/{name} is a metric of"):
+        Scorer([logs])(rollout(), list("abcd"))
+
+
 # -- the sum -----------------------------------------------------------------------------------------------------------
 def test_the_total_is_the_weighted_sum_over_those_that_have_an_opinion():
     def some(completions, **kwargs):

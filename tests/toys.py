@@ -1,16 +1,25 @@
-"""What several tests need: processes over gloo, and the tiny model."""
+"""What several tests need: processes over gloo, and short runs of the tiny model."""
 
 from __future__ import annotations
 
+import csv
 import os
 import socket
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_rlhf import FSDPUlyssesStrategy, PromptDataModule, RLHFLightningModule, RolloutCallback, Sampling
+
+TINY_MODULE = {"model": "random:tiny", "lr": 3e-3, "micro_batch_tokens": 4096}
 
 
 def spawn(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
@@ -37,3 +46,41 @@ def _enter(rank: int, world: int, port: int, function: Callable[..., Any], args:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def prompts() -> list[dict[str, str]]:
+    """32 prompts of three or four tokens."""
+    return [{"prompt": f"say {word} "} for word in ("yes", "no", "a", "b", "one", "two", "three", "four") * 4]
+
+
+def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Share of even token ids: 0.5 for a policy that draws at random."""
+    return [mean(t % 2 == 0 for t in ids) for ids in completion_ids]
+
+
+def fit(
+    module: RLHFLightningModule,
+    folder: Path,
+    iterations: int,
+    rollout: dict[str, Any] | None = None,
+    accelerator: str = "cpu",
+    **sampling: Any,
+) -> list[dict[str, float]]:
+    """Train with 16 prompts an iteration and responses of 6 tokens; the metrics of each iteration."""
+    torch.set_num_threads(1)
+    pl.seed_everything(1, verbose=False)
+    trainer = pl.Trainer(
+        accelerator=accelerator,
+        devices=1,
+        strategy=FSDPUlyssesStrategy(),
+        max_steps=iterations,
+        logger=CSVLogger(str(folder), name="", version=""),
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[RolloutCallback(sampling=Sampling(max_completion_length=6, **sampling), **(rollout or {}))],
+    )
+    trainer.fit(module, datamodule=PromptDataModule(path="toys.prompts", batch_size=16, max_prompt_length=32))
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]

@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_rlhf.callbacks.samples import visible
-from lightning_rlhf.cli import RLHFCLI
+from lightning_rlhf.cli import RLHFCLI, run
 
 CURVE = Path("reward_curve.png")
 SHOWN = 10
@@ -105,7 +105,7 @@ def quiet() -> None:
 
 def main() -> int:
     quiet()
-    cli = DemoCLI(["fit", *sys.argv[1:]])
+    cli = run(DemoCLI, ["fit", *sys.argv[1:]])
     rewards = rewards_of(cli.folder / "metrics.csv")
     first, last = mean(rewards[:ENDS]), mean(rewards[-ENDS:])
     answers = [row["answer"] for row in cli.datamodule.val_rows]

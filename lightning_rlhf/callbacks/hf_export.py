@@ -67,8 +67,10 @@ class HFExport(pl.Callback):
         self._exported_at = trainer.global_step
         assert self.dirpath is not None
         target = Path(self.dirpath) / f"iteration_{trainer.global_step:06d}"
-        trust = bool(getattr(pl_module, "trust_remote_code", False))
-        export(pl_module.actor, target, pl_module.model_path, pl_module.tokenizer, trainer.strategy, trust)
+        settings = pl_module.settings
+        export(
+            pl_module.actor, target, settings.path, pl_module.tokenizer, trainer.strategy, settings.trust_remote_code
+        )
 
 
 def export(

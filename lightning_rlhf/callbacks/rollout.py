@@ -65,7 +65,6 @@ class RolloutCallback(pl.Callback):
         self.verify_sync_every = verify_sync_every
         self.log_probs_every = log_probs_every
         self._syncs = 0
-        self._checksum_ok: bool | None = None
 
     # -- engine life -------------------------------------------------------------------------------
 
@@ -83,7 +82,7 @@ class RolloutCallback(pl.Callback):
         from transformers import AutoConfig
 
         strategy, data = module.strategy, getattr(trainer, "datamodule", None)
-        config = AutoConfig.from_pretrained(module.model_path, trust_remote_code=module.trust_remote_code)
+        config = AutoConfig.from_pretrained(module.model_path, trust_remote_code=module.settings.trust_remote_code)
         limit = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
         response = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
         prompt = getattr(data, "max_prompt_length", None) or getattr(data, "longest_prompt", None)
@@ -120,7 +119,7 @@ class RolloutCallback(pl.Callback):
             max_model_len=longest,
             max_num_seqs=max(sizes),
             seed=module.seed,
-            trust_remote_code=module.trust_remote_code,
+            trust_remote_code=module.settings.trust_remote_code,
         )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -142,9 +141,6 @@ class RolloutCallback(pl.Callback):
             with module.phases("sleep"):
                 self.engine.sleep(self.sleep_level)
             self._reload(trainer)
-        if self._checksum_ok is not None:
-            module.log("rollout/checksum_ok", float(self._checksum_ok), batch_size=1)
-            self._checksum_ok = None
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._offload(trainer)
@@ -201,12 +197,12 @@ class RolloutCallback(pl.Callback):
         held = self.engine.checksum() if verify else None
         if sent is not None and held is not None:
             equal = module.strategy.all_gather_objects_dp(held == sent.checksum)
-            self._checksum_ok = all(equal)
-            if not self._checksum_ok:
+            if not all(equal):
                 raise RuntimeError(
                     f"the engine of data rank {equal.index(False)} does not hold the weights that were sent to it: its"
                     " checksum differs"
                 )
+            module.extra_metrics["rollout/checksum_ok"] = 1.0
 
     def _generate(
         self, module: RLHFLightningModule, prompts: Prompts, sampling: Sampling, iteration: int, log_probs: bool

@@ -29,14 +29,13 @@ from lightning.pytorch.core.optimizer import do_nothing_closure
 from torch import Tensor, nn
 
 from lightning_rlhf.flops import Passes, dims_of
-from lightning_rlhf.kernels import check_kernel
 from lightning_rlhf.modules import advantages, losses
 from lightning_rlhf.modules.batching import MicroBatch, Split, micro_batches, mini_batches
 from lightning_rlhf.modules.experience import gather_experience
 from lightning_rlhf.modules.gradients import clip_roles
 from lightning_rlhf.modules.losses import Aggregation, KLKind, kl_estimate, token_weights
 from lightning_rlhf.modules.metrics import Metrics
-from lightning_rlhf.modules.policy import ModelSettings, Policy, build_policy
+from lightning_rlhf.modules.policy import Policy, build_policy
 from lightning_rlhf.modules.report import (
     Alarms,
     ValidationMetrics,
@@ -46,10 +45,10 @@ from lightning_rlhf.modules.report import (
     finish,
 )
 from lightning_rlhf.modules.schedules import Schedule, warmup_schedule
+from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.packing import Packed, attention_cost
 from lightning_rlhf.phases import Phases
 from lightning_rlhf.scoring import Scorer
-from lightning_rlhf.tiny import local_path
 from lightning_rlhf.types import Experience, Rollout, Scores
 
 if TYPE_CHECKING:
@@ -114,9 +113,7 @@ class RLHFLightningModule(pl.LightningModule):
         max_grad_norm: gradients are clipped to this norm, actor and critic each on their own; null switches it off.
         val_success: a validation response with at least this reward solves its prompt (mean@k, pass@k).
         max_skipped_steps: stop after so many optimizer steps in a row without a finite gradient.
-        attention: kernel: auto, torch, padded, reference, or a transformers name such as flash_attention_3.
-        gradient_checkpointing: recompute layers in backward: a third more time, far less memory.
-        trust_remote_code: run model code that comes with the weights.
+        **kwargs: how the models are built, see `ModelSettings`.
     """
 
     # not a default of the argument: on the command line the arguments of one class are carried over to another
@@ -151,14 +148,11 @@ class RLHFLightningModule(pl.LightningModule):
         max_grad_norm: PositiveFloat | None = 1.0,
         max_skipped_steps: PositiveInt = 10,
         val_success: float = 1.0,
-        attention: str = "auto",
-        gradient_checkpointing: bool = False,
-        trust_remote_code: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.model, self.trust_remote_code = model, trust_remote_code
-        self.attention, self.gradient_checkpointing = attention, gradient_checkpointing
+        self.settings = ModelSettings(model, **kwargs)
         self.scorer = Scorer(reward or [], reward_weights, timeout=reward_timeout, workers=reward_workers)
         self.advantage_function = _function(advantage or self.default_advantage, advantages, "model.advantage")
         self._check_estimator()
@@ -170,7 +164,6 @@ class RLHFLightningModule(pl.LightningModule):
         self.lr, self.optimizer = lr, optimizer
         self.lr_schedule, self.warmup_steps, self.min_lr_ratio = lr_schedule, warmup_steps, min_lr_ratio
         self.max_grad_norm, self.max_skipped_steps, self.val_success = max_grad_norm, max_skipped_steps, val_success
-        check_kernel(attention)
         if clip_dual is not None and clip_dual <= 1.0:
             raise ValueError(f"model.clip_dual must be above 1, or null to switch it off, got {clip_dual}")
         self.actor: Policy = None  # type: ignore[assignment]
@@ -179,8 +172,10 @@ class RLHFLightningModule(pl.LightningModule):
         self.weight_version = 0
         self.alarms = Alarms()
         self._skipped_in_a_row = 0
+        self._logged: set[str] = set()
         self._validation: dict[int, ValidationMetrics] = {}
-        # the last iteration, for callbacks
+        # what callbacks add to an iteration's metrics, and what they may read of the last one
+        self.extra_metrics: dict[str, float] = {}
         self.last_experience: Experience
         self.last_scores: Scores
         self.packing: dict[str, int] = {}
@@ -199,17 +194,17 @@ class RLHFLightningModule(pl.LightningModule):
 
     # -- the model ---------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def model_path(self) -> str:
-        """Local folder of `model`."""
-        return local_path(self.model, self.trust_remote_code)
+        """Local folder of the policy's model."""
+        return self.settings.path
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Of the policy."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.model_path, trust_remote_code=self.trust_remote_code)
+        return AutoTokenizer.from_pretrained(self.model_path, trust_remote_code=self.settings.trust_remote_code)
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -242,10 +237,6 @@ class RLHFLightningModule(pl.LightningModule):
                 f"{type(self).__name__} needs trainer.strategy: fsdp_ulysses, got {type(strategy).__name__}"
             )
         return strategy  # type: ignore[return-value]
-
-    @property
-    def settings(self) -> ModelSettings:
-        return ModelSettings(self.model_path, self.attention, self.gradient_checkpointing, self.trust_remote_code)
 
     @property
     def needs_reference(self) -> bool:
@@ -335,7 +326,7 @@ class RLHFLightningModule(pl.LightningModule):
         result: Any = None
         failure: BaseException | None = None
         try:
-            if self.strategy.data_mesh["sp"].get_local_rank() == 0:
+            if self.strategy.sp_rank == 0:
                 value = self.score(rollout)
                 result = value if isinstance(value, Scores) else Scores(torch.as_tensor(value, dtype=torch.float32))
                 if result.total.shape != (len(rollout),):
@@ -484,8 +475,10 @@ class RLHFLightningModule(pl.LightningModule):
             data_ranks=strategy.dp_size,
             data_rank=strategy.dp_rank,
             sequence_ranks=strategy.sequence_parallel_size,
+            sequence_rank=strategy.sp_rank,
             tokens=self.micro_batch_tokens,
             cost=attention_cost(self.actor.hidden_size),
+            device=self.device,
         )
 
     @property
@@ -510,11 +503,21 @@ class RLHFLightningModule(pl.LightningModule):
         add_scores(metrics, self.last_scores, sorted({name for rank in names for name in rank}))
         add_completions(metrics, rollout)
         reduced = finish(metrics.reduce(self.strategy.all_reduce_dp))
+        reduced |= self.extra_metrics
+        self.extra_metrics = {}
         for group in self.optimizers().param_groups:  # type: ignore[union-attr]
             reduced[f"{group['role']}/lr"] = group["lr"]
+        self.forget(self._logged - reduced.keys())
+        self._logged = set(reduced)
         self.log_dict(reduced, sync_dist=False, batch_size=len(experience))
         self.log("reward", reduced["reward/mean"], prog_bar=True, logger=False, batch_size=len(experience))
         self.alarms(reduced, rollout.sampling)
+
+    def forget(self, names: set[str]) -> None:
+        """Metrics that are not measured in every iteration: Lightning would log their last value again."""
+        for key, result in (self.trainer._results or {}).items():
+            if result.meta.name in names and key.startswith("training_step."):
+                result.reset()
 
     # -- validation --------------------------------------------------------------------------------
 

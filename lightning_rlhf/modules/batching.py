@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from lightning_rlhf.packing import Packed, pack, plan
-from lightning_rlhf.types import Experience, derive_seed
+from lightning_rlhf.types import Experience, _Movable, derive_seed
 
 
 def mini_batches(responses: int, count: int, *seed: int) -> list[list[int]]:
@@ -30,24 +32,28 @@ class Split:
     Args:
         data_ranks: ranks with different data.
         data_rank: this one.
-        sequence_ranks: ranks that share a sequence: streams are padded to a multiple of it.
+        sequence_ranks: ranks that share a sequence.
+        sequence_rank: this one.
         tokens: token budget of one micro-batch on one GPU.
         cost: relative cost of a sequence by its length.
+        device: where the micro-batches are put.
     """
 
     data_ranks: int
     data_rank: int
     sequence_ranks: int
+    sequence_rank: int
     tokens: int
     cost: Callable[[int], float]
+    device: torch.device
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(_Movable):
     """Some responses of an experience as one packed stream; ``rows`` are their indices."""
 
     packed: Packed
-    rows: list[int]
+    rows: Int[Tensor, "b"]
 
     @property
     def width(self) -> int:
@@ -56,7 +62,7 @@ class MicroBatch:
 
 
 def micro_batches(experience: Experience, rows: Sequence[int], split: Split) -> tuple[list[MicroBatch], int]:
-    """This data rank's micro-batches of ``rows``, as many as every other rank has.
+    """This data rank's micro-batches of ``rows``, as many as every other rank has, on the device before any of them is run.
 
     Also returns the tokens that all ranks together spend time on, waiting for the largest of each micro-step included.
     """
@@ -68,5 +74,6 @@ def micro_batches(experience: Experience, rows: Sequence[int], split: Split) -> 
         chosen = [rows[i] for i in members]
         sequences = [experience.sequences[i] for i in chosen]
         prompts = [experience.prompt_lengths[i] for i in chosen]
-        own.append(MicroBatch(pack(sequences, prompts, split.sequence_ranks), chosen))
+        packed = pack(sequences, prompts, split.sequence_ranks, split.sequence_rank)
+        own.append(MicroBatch(packed, torch.tensor(chosen, dtype=torch.long)).to(split.device, non_blocking=True))
     return own, sum(map(max, zip(*spent, strict=True))) * split.data_ranks

@@ -16,12 +16,11 @@ def clip_roles(groups: list[dict[str, Any]], max_norm: float | None) -> dict[str
     A group whose norm is NaN or infinite loses its gradients, so that the step leaves its parameters and their optimizer
     state alone; its norm is None. A collective for sharded parameters.
     """
-    norms: dict[str, Tensor | None] = {}
-    for group in groups:
-        norm = torch.nn.utils.clip_grad_norm_(group["params"], max_norm or float("inf"))
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        norms[group["role"]] = norm if bool(norm.isfinite()) else None
-        if norms[group["role"]] is None:
+    norms = [torch.nn.utils.clip_grad_norm_(group["params"], max_norm or float("inf")) for group in groups]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    finite = torch.stack(norms).isfinite().tolist()  # the one time that an optimizer step waits for the device
+    for group, good in zip(groups, finite, strict=True):
+        if not good:
             for parameter in group["params"]:
                 parameter.grad = None
-    return norms
+    return {g["role"]: norm if good else None for g, norm, good in zip(groups, norms, finite, strict=True)}

@@ -8,20 +8,16 @@ sharded, allocated, and every rank reads its own slices of the safetensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed.checkpoint as dcp
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from lightning_rlhf.modules.head import LogProbHead
+from lightning_rlhf.modules.loading import load_pretrained, meta_parameters
+from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.packing import Packed
 from lightning_rlhf.ulysses import check_packable, gather_sequence, group_size, shard_sequence, use_packed_attention
 
@@ -29,31 +25,13 @@ if TYPE_CHECKING:
     from lightning_rlhf.strategy import FSDPUlyssesStrategy
 
 
-@dataclass(frozen=True)
-class ModelSettings:
-    """How transformers models are built.
-
-    Args:
-        path: local folder with config and safetensors.
-        attention: kernel, see `kernels.choose_kernel`.
-        gradient_checkpointing: recompute every layer in backward.
-        trust_remote_code: run the model code that the folder brings along.
-    """
-
-    path: str
-    attention: str = "auto"
-    gradient_checkpointing: bool = False
-    trust_remote_code: bool = False
-
-
 class _PackedModel(nn.Module):
-    """A transformers causal LM (or its backbone) over packed, sequence-sharded streams."""
+    """A transformers causal LM (or its backbone) over packed, sequence-sharded streams that are on its device."""
 
     def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, kernel: str) -> None:
         super().__init__()
         self.model = model
         self._group = strategy.sp_group
-        self._device = strategy.root_device
         dtype = model.dtype if model.dtype != torch.float32 else strategy.precision_plugin.compute_dtype
         use_packed_attention(model, kernel, strategy.root_device, self._group, dtype)  # type: ignore[arg-type]
 
@@ -71,13 +49,8 @@ class _PackedModel(nn.Module):
         names = set(getattr(self.model, "_no_split_modules", None) or ())
         return [m for m in self.backbone.modules() if type(m).__name__ in names]
 
-    def hidden_rows(self, packed: Packed) -> tuple[Float[Tensor, "R_P h"], Packed, Tensor]:
-        """Final hidden states at this rank's response positions; the batch on the device; those positions in the piece."""
-        size, rank = group_size(self._group), 0 if self._group is None else torch.distributed.get_rank(self._group)
-        piece = len(packed.input_ids) // size
-        rows = packed.rows[(packed.rows >= rank * piece) & (packed.rows < (rank + 1) * piece)] - rank * piece
-        rows = rows.to(self._device, non_blocking=True)
-        packed = packed.to(self._device, non_blocking=True)
+    def hidden_rows(self, packed: Packed) -> Float[Tensor, "R h"]:
+        """Final hidden states at this rank's response positions."""
         output = self.backbone(
             input_ids=shard_sequence(packed.input_ids, self._group)[None],
             position_ids=shard_sequence(packed.position_ids, self._group)[None],
@@ -87,12 +60,12 @@ class _PackedModel(nn.Module):
             max_length_q=packed.max_length,
             max_length_k=packed.max_length,
         )
-        return output.last_hidden_state[0].index_select(0, rows), packed, rows
+        return output.last_hidden_state[0].index_select(0, packed.rows)
 
-    def align(self, values: Float[Tensor, "R_P"], packed: Packed, rows: Tensor) -> Float[Tensor, "b T"]:
+    def align(self, values: Float[Tensor, "R"], packed: Packed) -> Float[Tensor, "b T"]:
         """Values at this rank's response positions -> response-aligned, gathered over the sequence-parallel group."""
         piece = len(packed.input_ids) // group_size(self._group)
-        stream = values.new_zeros(piece).index_copy(0, rows, values)
+        stream = values.new_zeros(piece).index_copy(0, packed.rows, values)
         return packed.unpack(gather_sequence(stream, self._group))
 
 
@@ -108,10 +81,9 @@ class Policy(_PackedModel):
         self._head = [LogProbHead.replace(model)]  # in a list: it is a submodule of the model already
 
     def forward(self, packed: Packed, temperature: float, with_entropy: bool = False) -> tuple[Tensor, Tensor]:
-        hidden, packed, rows = self.hidden_rows(packed)
-        labels = shard_sequence(packed.labels, self._group).index_select(0, rows)
-        log_probs, entropy = self._head[0](hidden, labels, temperature, with_entropy)
-        return self.align(log_probs, packed, rows), self.align(entropy, packed, rows)
+        labels = shard_sequence(packed.labels, self._group).index_select(0, packed.rows)
+        log_probs, entropy = self._head[0](self.hidden_rows(packed), labels, temperature, with_entropy)
+        return self.align(log_probs, packed), self.align(entropy, packed)
 
     def hf_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(transformers name, shard) pairs; a tied parameter comes under each of its names."""
@@ -140,8 +112,7 @@ class Critic(_PackedModel):
         return self.model
 
     def forward(self, packed: Packed) -> Float[Tensor, "b T"]:
-        hidden, packed, rows = self.hidden_rows(packed)
-        return self.align(self.value_head(hidden).squeeze(-1).float(), packed, rows)
+        return self.align(self.value_head(self.hidden_rows(packed)).squeeze(-1).float(), packed)
 
     @property
     def units(self) -> list[nn.Module]:
@@ -201,102 +172,3 @@ def _causal_lm(settings: ModelSettings, dtype: torch.dtype, strategy: FSDPUlysse
 
 def _checkpoint_layers(model: nn.Module) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-
-
-@contextmanager
-def meta_parameters() -> Iterator[None]:
-    """Modules built inside have their parameters on the meta device and real buffers.
-
-    (Rotary frequencies are in no checkpoint, so buffers must be computed, not loaded.)
-    """
-    register: Callable[..., None] = nn.Module.register_parameter
-
-    def register_on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:  # one on meta may be tied: it stays the same object
-            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-        register(self, name, parameter)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def load_pretrained(
-    root: nn.Module,
-    settings: ModelSettings,
-    strategy: FSDPUlyssesStrategy,
-    hf_name: Callable[[str], str],
-    skip: tuple[str, ...] = (),
-) -> None:
-    """Fill a sharded root from a folder of safetensors; each rank reads its own slices, dtypes are converted.
-
-    Where the names in the folder are not the module's (fused experts, other file formats), rank 0 loads the model with
-    transformers and broadcasts it.
-
-    Args:
-        hf_name: name in ``root`` -> name in the checkpoint.
-        skip: prefixes of names that are not in the checkpoint.
-    """
-    wanted = {n: t for n, t in get_model_state_dict(root).items() if not n.startswith(skip or ("\0",))}
-    stored = _stored_names(settings.path)
-    seen: dict[int, str] = {}
-    state = {}
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        if name in wanted and id(parameter) not in seen and hf_name(name) in stored:
-            seen[id(parameter)] = name
-            state[hf_name(name)] = wanted[name]
-    missing = [n for n, p in root.named_parameters() if n in wanted and id(p) not in seen]
-    if not missing:
-        dcp.load(state, storage_reader=HuggingFaceStorageReader(settings.path))
-    else:
-        _broadcast_pretrained(root, settings, strategy, hf_name, skip)
-    strategy.reshard(root)
-
-
-def _stored_names(path: str) -> set[str]:
-    from safetensors import safe_open
-
-    names: set[str] = set()
-    for file in sorted(Path(path).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as handle:
-            names.update(handle.keys())
-    return names
-
-
-def _broadcast_pretrained(
-    root: nn.Module,
-    settings: ModelSettings,
-    strategy: FSDPUlyssesStrategy,
-    hf_name: Callable[[str], str],
-    skip: tuple[str, ...],
-) -> None:
-    full: dict[str, Any] = {}
-    failure = None
-    if strategy.is_global_zero:
-        try:
-            full = _full_state(root, settings, hf_name, skip)
-        except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
-    if failure := strategy.broadcast(failure):  # on all ranks: the others would wait for the weights
-        raise RuntimeError(f"{settings.path} cannot be loaded: {failure}")
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    set_model_state_dict(root, full, options=options)
-
-
-def _full_state(
-    root: nn.Module, settings: ModelSettings, hf_name: Callable[[str], str], skip: tuple[str, ...]
-) -> dict[str, Tensor]:
-    """All of ``root``'s parameters as transformers loads them, in ``root``'s names and dtypes."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        settings.path, dtype=torch.float32, trust_remote_code=settings.trust_remote_code
-    )
-    source = model.state_dict()
-    own = {n: p.dtype for n, p in root.named_parameters(remove_duplicate=False) if not n.startswith(skip or ("\0",))}
-    lost = sorted(n for n in own if hf_name(n) not in source)
-    if lost:
-        raise KeyError(f"the checkpoint has no {', '.join(map(hf_name, lost[:3]))}")
-    return {n: source[hf_name(n)].to(dtype) for n, dtype in own.items()}

@@ -19,7 +19,6 @@ from lightning_rlhf.modules.batching import MicroBatch
 from lightning_rlhf.modules.losses import value_loss
 from lightning_rlhf.modules.metrics import Metrics
 from lightning_rlhf.modules.policy import Critic, build_critic
-from lightning_rlhf.tiny import local_path
 from lightning_rlhf.types import Experience
 
 
@@ -71,8 +70,7 @@ class PPOLightningModule(RLHFLightningModule):
     def configure_model(self) -> None:
         super().configure_model()
         if self.critic is None:
-            path = local_path(self.critic_model, self.trust_remote_code)
-            self.critic = build_critic(replace(self.settings, path=path), self.strategy)
+            self.critic = build_critic(replace(self.settings, model=self.critic_model), self.strategy)
 
     @cached_property
     def flops(self) -> list[Passes]:

@@ -110,7 +110,9 @@ class TransformersEngine(RolloutEngine):
         self.weight_version = version
 
     def checksum(self) -> int | None:
-        return None if self.weight_version < 0 or self._asleep else checksum(self.model.named_parameters())
+        if self.weight_version < 0 or "weights" in self._asleep:
+            return None
+        return checksum(self.model.named_parameters())
 
     def close(self) -> None:
         self.model = None

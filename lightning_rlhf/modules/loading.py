@@ -1,0 +1,121 @@
+"""Models on the meta device, filled after they are sharded: no rank ever holds more than its shard and one file's slice.
+
+meta_parameters():  build, shard, allocate  ─▶  load_pretrained: every rank reads its own slices of the safetensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+from lightning_rlhf.modules.settings import ModelSettings
+
+if TYPE_CHECKING:
+    from lightning_rlhf.strategy import FSDPUlyssesStrategy
+
+
+@contextmanager
+def meta_parameters() -> Iterator[None]:
+    """Modules built inside have their parameters on the meta device and real buffers.
+
+    (Rotary frequencies are in no checkpoint, so buffers must be computed, not loaded.)
+    """
+    register: Callable[..., None] = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:  # one on meta may be tied: it stays the same object
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(self, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def load_pretrained(
+    root: nn.Module,
+    settings: ModelSettings,
+    strategy: FSDPUlyssesStrategy,
+    hf_name: Callable[[str], str],
+    skip: tuple[str, ...] = (),
+) -> None:
+    """Fill a sharded root from a folder of safetensors; each rank reads its own slices, dtypes are converted.
+
+    Where the names in the folder are not the module's (fused experts, other file formats), rank 0 loads the model with
+    transformers and broadcasts it.
+
+    Args:
+        hf_name: name in ``root`` -> name in the checkpoint.
+        skip: prefixes of names that are not in the checkpoint.
+    """
+    wanted = {n: t for n, t in get_model_state_dict(root).items() if not n.startswith(skip or ("\0",))}
+    stored = _stored_names(settings.path)
+    seen: dict[int, str] = {}
+    state = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        if name in wanted and id(parameter) not in seen and hf_name(name) in stored:
+            seen[id(parameter)] = name
+            state[hf_name(name)] = wanted[name]
+    missing = [n for n, p in root.named_parameters() if n in wanted and id(p) not in seen]
+    if not missing:
+        dcp.load(state, storage_reader=HuggingFaceStorageReader(settings.path))
+    else:
+        _broadcast_pretrained(root, settings, strategy, hf_name, skip)
+    strategy.reshard(root)
+
+
+def _stored_names(path: str) -> set[str]:
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as handle:
+            names.update(handle.keys())
+    return names
+
+
+def _broadcast_pretrained(
+    root: nn.Module,
+    settings: ModelSettings,
+    strategy: FSDPUlyssesStrategy,
+    hf_name: Callable[[str], str],
+    skip: tuple[str, ...],
+) -> None:
+    full: dict[str, Any] = {}
+    failure = None
+    if strategy.is_global_zero:
+        try:
+            full = _full_state(root, settings, hf_name, skip)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+    if failure := strategy.broadcast(failure):  # on all ranks: the others would wait for the weights
+        raise RuntimeError(f"{settings.path} cannot be loaded: {failure}")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    set_model_state_dict(root, full, options=options)
+
+
+def _full_state(
+    root: nn.Module, settings: ModelSettings, hf_name: Callable[[str], str], skip: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """All of ``root``'s parameters as transformers loads them, in ``root``'s names and dtypes."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        settings.path, dtype=torch.float32, trust_remote_code=settings.trust_remote_code
+    )
+    source = model.state_dict()
+    own = {n: p.dtype for n, p in root.named_parameters(remove_duplicate=False) if not n.startswith(skip or ("\0",))}
+    lost = sorted(n for n in own if hf_name(n) not in source)
+    if lost:
+        raise KeyError(f"the checkpoint has no {', '.join(map(hf_name, lost[:3]))}")
+    return {n: source[hf_name(n)].to(dtype) for n, dtype in own.items()}

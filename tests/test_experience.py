@@ -1,0 +1,63 @@
+"""From the responses of every data rank to one experience."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_rlhf.modules.experience import gather_experience, last_token_rewards
+from lightning_rlhf.types import Completion, Prompts, Rollout, Sampling, Scores
+
+SAMPLING = Sampling(num_generations=2, temperature=0.7, max_completion_length=3)
+
+
+def rollout(rows: list[int], responses: list[Completion]) -> Rollout:
+    prompts = Prompts([[100 + r, 200 + r] for r in rows], [str(r) for r in rows], {}, torch.tensor(rows))
+    return Rollout.build(prompts, responses, SAMPLING)
+
+
+def of(*responses: tuple[list[int], str]) -> list[Completion]:
+    return [Completion(ids, reason, [-0.5 * t for t in ids]) for ids, reason in responses]
+
+
+HERE = rollout([7], of(([1, 2, 3], "length"), ([4], "stop")))
+THERE = rollout([3], of(([], "abort"), ([5, 6], "stop")))
+
+
+def gather(**options) -> object:
+    """What both of two data ranks get, the second rank's share prepared by hand."""
+    shares = []
+    for part, scores in ((HERE, [1.0, 0.0]), (THERE, [float("nan"), 2.0])):
+        gather_experience(part, Scores(torch.tensor(scores)), lambda share: shares.append(share) or [share], **options)
+    return gather_experience(HERE, Scores(torch.tensor([1.0, 0.0])), lambda share: shares, **options)
+
+
+def test_groups_of_all_ranks_come_in_the_order_of_the_data_set():
+    experience = gather()
+    assert experience.group.tolist() == [3, 3, 7, 7]
+    assert [s.tolist() for s in experience.sequences] == [
+        [103, 203],
+        [103, 203, 5, 6],
+        [107, 207, 1, 2, 3],
+        [107, 207, 4],
+    ]
+    assert experience.prompt_lengths == [2, 2, 2, 2]
+    assert (experience.temperature, experience.max_length) == (0.7, 3)
+    assert experience.mask.tolist() == [[0, 0, 0], [1, 1, 0], [1, 1, 1], [1, 0, 0]]
+    assert experience.rewards.tolist() == [[0, 0, 0], [0, 2, 0], [0, 0, 1], [0, 0, 0]]
+    assert experience.sampler_log_probs.tolist() == [[0, 0, 0], [-2.5, -3, 0], [-0.5, -1, -1.5], [-2, 0, 0]]
+
+
+def test_truncated_responses_are_left_out_when_asked_for():
+    assert gather(mask_truncated=True).mask.tolist() == [[0, 0, 0], [1, 1, 0], [0, 0, 0], [1, 0, 0]]
+
+
+def test_a_response_without_a_score_takes_part_in_nothing():
+    part = gather_experience(HERE, Scores(torch.tensor([float("nan"), 1.0])), lambda share: [share])
+    assert part.mask.tolist() == [[0, 0, 0], [1, 0, 0]]
+    assert part.rewards.tolist() == [[0, 0, 0], [1, 0, 0]]
+
+
+def test_a_score_is_the_reward_of_the_last_token():
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
+    rewards = last_token_rewards(torch.tensor([2.0, 3.0, float("nan")]), mask)
+    assert rewards.tolist() == [[0, 2, 0], [0, 0, 3], [0, 0, 0]]

@@ -1,0 +1,145 @@
+"""The modules' options, each by the effect that it is there for."""
+
+from __future__ import annotations
+
+import math
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from toys import TINY_MODULE, even_tokens, fit
+
+from lightning_rlhf import GRPOLightningModule, PPOLightningModule
+from lightning_rlhf.rollout import TransformersEngine
+from lightning_rlhf.types import Experience
+
+pytestmark = pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
+COMMON = TINY_MODULE | {"reward": [even_tokens]}
+
+
+def experience() -> Experience:
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
+    return Experience(
+        sequences=[torch.zeros(4), torch.zeros(5)],
+        prompt_lengths=[2, 2],
+        group=torch.tensor([0, 1]),
+        mask=mask,
+        rewards=torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 4.0]]),
+        temperature=1.0,
+        max_length=3,
+        values=torch.zeros(2, 3),
+    )
+
+
+def test_whitened_rewards_have_variance_one_and_keep_their_mean():
+    """Token rewards 0, 1, 0, 0, 4: mean 1, unbiased variance 3."""
+    module = PPOLightningModule("random:tiny", whiten_rewards=True, whiten_advantages=False, gamma=0.0, lam=0.0)
+    advantages, _ = module.compute_advantages(experience())
+    scaled = 1 + (torch.tensor([0.0, 1.0, 0.0, 0.0, 4.0]) - 1) / 3**0.5
+    torch.testing.assert_close(advantages[experience().mask > 0], scaled)
+    plain = PPOLightningModule("random:tiny", whiten_advantages=False, gamma=0.0, lam=0.0)
+    assert plain.compute_advantages(experience())[0][experience().mask > 0].tolist() == [0, 1, 0, 0, 4]
+
+
+def test_whitened_advantages_have_mean_zero_and_variance_one():
+    module = PPOLightningModule("random:tiny", gamma=0.0, lam=0.0)
+    taken = module.compute_advantages(experience())[0][experience().mask > 0]
+    torch.testing.assert_close(taken, (torch.tensor([0.0, 1.0, 0.0, 0.0, 4.0]) - 1) / 3**0.5)
+
+
+def nothing(completions, **_):
+    """Without differences in reward an entropy bonus is all that is left to follow."""
+    return [0.0] * len(completions)
+
+
+def test_an_entropy_bonus_makes_the_policy_more_random(tmp_path):
+    without, bonus = [
+        fit(GRPOLightningModule(**TINY_MODULE, reward=[nothing], entropy_coef=c), tmp_path / str(c), 4)
+        for c in (0.0, 0.1)
+    ]
+    assert all(row["actor/grad_norm"] == 0.0 for row in without)
+    assert bonus[0]["actor/grad_norm"] > 0.0
+    assert math.log(258) > bonus[-1]["actor/entropy"] > bonus[0]["actor/entropy"] + 0.005
+
+
+def test_the_rate_follows_its_schedule(tmp_path):
+    module = PPOLightningModule(**COMMON, critic_lr=1e-3, lr_schedule="linear", warmup_steps=2, min_lr_ratio=0.5)
+    rows = fit(module, tmp_path, 4)
+    shape = [0.5, 1.0, 1.0, 0.75]  # the logged rate is the one that the next iteration has; see below
+    used = [shape[0], *[row["actor/lr"] / 3e-3 for row in rows[:-1]]]
+    assert used == pytest.approx(shape)
+    assert [row["critic/lr"] / row["actor/lr"] for row in rows] == pytest.approx([1 / 3] * 4)
+
+
+class Broken(GRPOLightningModule):
+    """Its loss is not finite in the iterations of ``broken``."""
+
+    broken = range(1, 2)
+
+    def policy_loss(self, *tensors):
+        losses, metrics = super().policy_loss(*tensors)
+        return losses * (float("nan") if self.trainer.global_step in self.broken else 1.0), metrics
+
+
+def test_a_step_without_a_finite_gradient_changes_nothing_and_is_counted(tmp_path):
+    module = Broken(**COMMON)
+    versions = []
+    module.on_train_batch_end = lambda *_: versions.append(  # type: ignore[method-assign]
+        torch.cat([p.detach().full_tensor().flatten() for p in module.actor.parameters()])
+    )
+    rows = fit(module, tmp_path, 3, num_generations=4)
+    assert [row["actor/skipped_steps"] for row in rows] == [0.0, 1.0, 0.0]
+    assert torch.equal(versions[0], versions[1])
+    assert not torch.equal(versions[1], versions[2])
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
+    module = Broken(**COMMON, max_skipped_steps=3)
+    module.broken = range(1, 100)
+    with pytest.raises(RuntimeError, match="not finite in 3 optimizer steps in a row: lower"):
+        fit(module, tmp_path, 20, num_generations=4)
+    assert module.trainer.global_step == 4
+
+
+def test_metrics_that_are_not_measured_in_an_iteration_are_not_repeated(tmp_path):
+    rows = fit(GRPOLightningModule(**COMMON), tmp_path, 4, {"log_probs_every": 2, "verify_sync_every": 3})
+    assert ["rollout/logprob_diff_mean" in row for row in rows] == [True, False, True, False]
+    assert [row.get("rollout/checksum_ok") for row in rows] == [1.0, None, None, 1.0]
+
+
+def test_truncated_responses_teach_nothing_when_they_are_masked(tmp_path):
+    masked, plain = [
+        fit(GRPOLightningModule(**COMMON, mask_truncated=m), tmp_path / str(m), 1, num_generations=4, ignore_eos=True)
+        for m in (True, False)
+    ]
+    assert masked[0]["completions/clipped_ratio"] == 1.0
+    assert (masked[0]["actor/grad_norm"], masked[0]["actor/pg_loss"]) == (0.0, 0.0)
+    assert plain[0]["actor/grad_norm"] > 0.0
+
+
+class Spy(TransformersEngine):
+    """Notes where the optimizer's moments are while it generates."""
+
+    devices: set[str]
+    trainer: pl.Trainer
+
+    def generate(self, *args, **kwargs):
+        states = [s for o in self.trainer.optimizers for s in o.state.values()]
+        self.devices |= {s["exp_avg"].device.type for s in states}
+        return super().generate(*args, **kwargs)
+
+
+@pytest.mark.gpu
+def test_an_offloaded_optimizer_is_on_the_host_during_rollouts_and_changes_no_result(tmp_path):
+    results = {}
+    for offload in (False, True):
+        engine, module = Spy(), PPOLightningModule(**COMMON)
+        engine.devices = set()
+        module.on_fit_start = lambda engine=engine, module=module: setattr(engine, "trainer", module.trainer)
+        options = {"engine": engine, "offload_optimizer": offload}
+        results[offload] = fit(module, tmp_path / str(offload), 3, options, accelerator="gpu", num_generations=2)
+        assert engine.devices == {"cpu" if offload else "cuda"}
+    for kept, moved in zip(results[False], results[True], strict=True):
+        assert {k: v for k, v in kept.items() if k.startswith(("actor/", "critic/", "reward/"))} == pytest.approx(
+            {k: v for k, v in moved.items() if k.startswith(("actor/", "critic/", "reward/"))}, rel=1e-6
+        )

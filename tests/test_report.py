@@ -1,0 +1,65 @@
+"""What an iteration and a validation loop report."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_rlhf.modules.report import Alarms, ValidationMetrics, constant_groups
+from lightning_rlhf.types import Experience, Sampling
+
+
+def experience(scores: list[float], groups: list[int], usable: list[int]) -> Experience:
+    mask = torch.tensor(usable, dtype=torch.float32)[:, None]
+    return Experience(
+        sequences=[torch.zeros(2)] * len(scores),
+        prompt_lengths=[1] * len(scores),
+        group=torch.tensor(groups),
+        mask=mask,
+        rewards=torch.tensor(scores, dtype=torch.float32)[:, None],
+        temperature=1.0,
+        max_length=1,
+    )
+
+
+def test_the_share_of_groups_that_teach_nothing():
+    assert constant_groups(experience([1, 1, 0, 1, 2, 2], [4, 4, 9, 9, 2, 2], [1] * 6)) == pytest.approx(2 / 3)
+    # a response that takes part in nothing does not make a group interesting
+    assert constant_groups(experience([1, 0], [0, 0], [1, 0])) == 1.0
+
+
+def test_pass_at_k_is_the_unbiased_estimate():
+    metrics = ValidationMetrics("sums", 1.0, torch.device("cpu"))
+    metrics.update(torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 2.0, 1.0]), 4)  # 1 of 4, 4 of 4
+    metrics.update(torch.tensor([0.5, float("nan"), 0.0, 0.0]), 4)  # none; one could not be scored
+    result = metrics.compute()
+    assert result["val/sums/mean@4"] == pytest.approx((0.25 + 1 + 0) / 3)
+    assert result["val/sums/pass@1"] == pytest.approx((0.25 + 1 + 0) / 3)
+    assert result["val/sums/pass@2"] == pytest.approx((0.5 + 1 + 0) / 3)  # 1 - C(3, 2) / C(4, 2)
+    assert result["val/sums/pass@4"] == pytest.approx(2 / 3)
+    assert result["val/sums/reward"] == pytest.approx(6.5 / 11)
+
+
+CUT = {"completions/clipped_ratio": 0.6}
+
+
+def test_truncation_in_five_iterations_in_a_row_warns_and_names_the_length():
+    alarms = Alarms()
+    for _ in range(4):
+        alarms(CUT, Sampling(max_completion_length=77))
+    alarms({"completions/clipped_ratio": 0.1}, Sampling())  # breaks the row
+    for _ in range(4):
+        alarms(CUT, Sampling(max_completion_length=77))
+    with pytest.warns(UserWarning, match="cut at 77 tokens in 5 iterations.*max_completion_length"):
+        alarms(CUT, Sampling(max_completion_length=77))
+
+
+def test_lengths_that_are_meant_to_be_full_do_not_warn():
+    alarms = Alarms()
+    for _ in range(6):
+        alarms(CUT, Sampling(ignore_eos=True))
+
+
+def test_an_engine_that_is_far_from_the_trainer_warns():
+    with pytest.warns(UserWarning, match=r"log-probs differ from the trainer's by 0\.50"):
+        Alarms()({"completions/clipped_ratio": 0.0, "rollout/logprob_diff_mean": 0.5}, Sampling())
