@@ -1,4 +1,4 @@
-"""The Triton kernels of the head, interpreted on the CPU in a process of their own (the switch must be set before triton is loaded)."""
+"""The Triton kernels of the head without a GPU: interpreted, in a process of their own, and compiled for Hopper."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from test_head import VARIANTS, assert_close, compare
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -29,7 +28,9 @@ CASES |= {
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1"
+    }  # read when triton is imported, which other tests may have done
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
@@ -46,6 +47,40 @@ def test_a_label_that_is_no_token_gives_no_number(results):
     assert results["labels -1 and 257"] == [True, True, False]
 
 
+@pytest.mark.parametrize("features", [False, True])
+def test_the_kernels_compile_for_hopper_with_wide_loads_and_no_spills(features, tmp_path, monkeypatch):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from lightning_rlhf.modules import head_triton
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = {"COLUMNS": 151936, "HAS_BIAS": features, "HAS_CAP": features, "WITH_ENTROPY": features, "BLOCK": 4096}
+    types = {
+        "d_ptr": "*bf16",
+        "bias_ptr": "*bf16",
+        "labels_ptr": "*i64",
+        "scale": "fp32",
+        "cap": "fp32",
+        "temperature": "fp32",
+    }
+    for kernel in (head_triton._row_kernel, head_triton._gradient_kernel):
+        names = kernel.arg_names
+        signature = {
+            name: "constexpr" if name in constants else types.get(name, "*fp32" if name.endswith("_ptr") else "i32")
+            for name in names
+        }
+        source = ASTSource(
+            fn=kernel,
+            signature=signature,
+            constexprs={(names.index(name),): value for name, value in constants.items() if name in names},
+            attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] in "*i"},
+        )
+        assembly = compile(source, target=GPUTarget("cuda", 90, 32), options=head_triton.OPTIONS).asm["ptx"]
+        assert "ld.global.v4" in assembly
+        assert ".local" not in assembly
+
+
 def main() -> None:
     from lightning_rlhf.modules import head, head_triton
 
@@ -56,7 +91,7 @@ def main() -> None:
         launches += 1
         return head_triton
 
-    head._passes = passes  # type: ignore[assignment]
+    head._passes = passes
     found: dict[str, Any] = {
         name: compare(**case | {"dtype": DTYPES[case.get("dtype", "float32")]}) for name, case in CASES.items()
     }

@@ -6,10 +6,10 @@ For hidden state h, label y, and what models do to logits besides (scale, soft-c
     log p(y) = z_y - lse(z)      entropy = lse(z) - Σ_j p_j z_j
     dx = (g_lp (onehot_y - p) - g_H p (log p + entropy)) · (scale / temperature) · (1 - (c/cap)²)
 
-Forward takes some rows at a time, all columns of them, and keeps two floats per row. Backward makes the logits again, for all rows
-and some columns at a time: such a tile completes its slice of the weight's gradient in one matrix product, and what is summed over
-tiles is the gradient of the hidden states, (R, h), not the weight's, (V, h). A tile has about `LogProbHead.tile_bytes` of logits,
-which are accumulated in float32 and not rounded to bfloat16 first. On CUDA the passes over a tile are one Triton kernel each way
+Forward takes some rows at a time, with all their columns, and keeps two floats per row. Backward makes the logits again, for some
+columns of all rows at a time: such a tile completes its slice of the weight's gradient in one matrix product, and what is summed
+over tiles is the gradient of the hidden states, (R, h), not the weight's, (V, h). A tile has `LogProbHead.tile_bytes` of logits,
+in float32 as they were accumulated, never rounded to bfloat16. On CUDA the passes over a tile are one Triton kernel each way
 (`head_triton`), elsewhere plain torch.
 
 Because the maths runs inside the head's own ``forward``, FSDP2's hooks have gathered ``weight``.
@@ -18,6 +18,7 @@ Because the maths runs inside the head's own ``forward``, FSDP2's hooks have gat
 from __future__ import annotations
 
 import math
+import sys
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -126,32 +127,27 @@ def _logits(x: Tensor, bias: Tensor | None, to_logits: LogitMap) -> Tensor:
 # -- matrix products that accumulate and return float32 --------------------------------------------------------------------
 
 
-def _products(hidden: Float[Tensor, "R h"], weight: Float[Tensor, "V h"]) -> Float[Tensor, "R V"]:
-    """hidden weightᵀ."""
-    if hidden.is_cuda and hidden.dtype != torch.float32:
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return F.linear(hidden.float(), weight.float())
-
-
-def _add_products(total: Float[Tensor, "R h"], d: Float[Tensor, "R v"], weight: Float[Tensor, "v h"]) -> None:
-    """total += d weight, without a temporary."""
-    if d.is_cuda and d.dtype != torch.float32:
-        torch.addmm(total, d, weight, out_dtype=torch.float32, out=total)
-    else:
-        total.addmm_(d.float(), weight.float())
+def _mm(
+    a: Float[Tensor, "i j"], b: Float[Tensor, "j k"], total: Float[Tensor, "i k"] | None = None
+) -> Float[Tensor, "i k"]:
+    """a b, added to ``total`` in place if there is one."""
+    if a.is_cuda and a.dtype != torch.float32:
+        if total is None:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    return a.float() @ b.float() if total is None else total.addmm_(a.float(), b.float())
 
 
 @cache
-def _passes(device: str) -> ModuleType | None:
-    """`head_triton` where it can run; None: the functions above."""
-    if device != "cuda":
-        return None
-    if find_spec("triton") is None:
-        rank_zero_warn("triton is not installed: the log-prob head takes several passes over its logits instead of one")
-        return None
-    from lightning_rlhf.modules import head_triton
+def _passes(device: str) -> ModuleType:
+    """Whose `row_statistics` and `logit_gradient` to use: `head_triton` where it can run, else this module."""
+    if device == "cuda" and find_spec("triton") is not None:
+        from lightning_rlhf.modules import head_triton
 
-    return head_triton
+        return head_triton
+    if device == "cuda":
+        rank_zero_warn("triton is not installed: the log-prob head takes several passes over its logits instead of one")
+    return sys.modules[__name__]
 
 
 def _tiles(length: int, width: int, tile_bytes: int) -> list[slice]:
@@ -175,16 +171,17 @@ class _TiledLogProbs(torch.autograd.Function):
         to_logits: LogitMap,
         with_entropy: bool,
         tile_bytes: int,
+        passes: ModuleType,
     ) -> tuple[Tensor, Tensor]:
-        passes = _passes(hidden.device.type)
-        statistics = passes.row_statistics if passes else row_statistics
         labels = labels.contiguous()
         log_probs, entropy, lse = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         for rows in _tiles(len(hidden), len(weight), tile_bytes):
-            out = statistics(_products(hidden[rows], weight), bias, labels[rows], to_logits, with_entropy)
-            log_probs[rows], entropy[rows], lse[rows] = out
+            x = _mm(hidden[rows], weight.t())
+            found = passes.row_statistics(x, bias, labels[rows], to_logits, with_entropy)
+            log_probs[rows], entropy[rows], lse[rows] = found
+            del x  # or it would live beside the next
         ctx.save_for_backward(hidden, weight, bias, labels, lse, entropy)
-        ctx.to_logits, ctx.tile_bytes = to_logits, tile_bytes
+        ctx.to_logits, ctx.tile_bytes, ctx.passes = to_logits, tile_bytes, passes
         ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -194,10 +191,8 @@ class _TiledLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, lse, entropy = ctx.saved_tensors
-        passes = _passes(hidden.device.type)
-        gradient = passes.logit_gradient if passes else logit_gradient
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        d_hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32) if need_hidden else None
+        d_hidden = None
         d_weight = torch.empty_like(weight) if need_weight else None
         d_bias = torch.empty_like(bias) if need_bias else None
         grad_log_probs = torch.zeros_like(lse) if grad_log_probs is None else grad_log_probs.contiguous()
@@ -205,17 +200,17 @@ class _TiledLogProbs(torch.autograd.Function):
         rows = (labels, lse, entropy, grad_log_probs, grad_entropy)
         for columns in _tiles(len(weight), len(hidden), ctx.tile_bytes):
             some = None if bias is None else bias[columns]
-            x = _products(hidden, weight[columns])
-            d = gradient(x, some, *rows, columns.start, ctx.to_logits, weight.dtype)
+            x = _mm(hidden, weight[columns].t())
+            d = ctx.passes.logit_gradient(x, some, *rows, columns.start, ctx.to_logits, weight.dtype)
             del x
-            if d_hidden is not None:
-                _add_products(d_hidden, d, weight[columns])
+            if need_hidden:
+                d_hidden = _mm(d, weight[columns], d_hidden)
             if d_weight is not None:
                 torch.mm(d.t(), hidden, out=d_weight[columns])
             if d_bias is not None:
                 d_bias[columns] = d.sum(0, dtype=torch.float32)
             del d
-        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None, None
+        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, *[None] * 5
 
 
 class LogProbHead(nn.Linear):
@@ -235,6 +230,9 @@ class LogProbHead(nn.Linear):
     logit_scale: float = 1.0
     tile_bytes: int = 2**30
     """Of float32 logits that are held at a time; in backward as many bfloat16 are held besides."""
+
+    passes: ModuleType | None = None
+    """Whose passes over a tile are used: this module's, `head_triton`'s, or chosen by the device."""
 
     @classmethod
     def replace(cls, model: nn.Module) -> LogProbHead:
@@ -267,11 +265,14 @@ class LogProbHead(nn.Linear):
         self, hidden: Tensor, labels: Tensor, temperature: float = 1.0, with_entropy: bool = True
     ) -> tuple[Tensor, Tensor]:
         to_logits = LogitMap(float(temperature), self.softcap, self.logit_scale)
-        return _TiledLogProbs.apply(hidden, self.weight, self.bias, labels, to_logits, with_entropy, self.tile_bytes)
+        passes = self.passes or _passes(hidden.device.type)
+        return _TiledLogProbs.apply(
+            hidden, self.weight, self.bias, labels, to_logits, with_entropy, self.tile_bytes, passes
+        )
 
 
 def _logit_scale(config: Any) -> float:
-    """Cohere, Falcon-H1 and Muse multiply the logits; Granite divides by what HyperCLOVA X, under the same name, multiplies by."""
+    """Cohere, Falcon-H1, Muse: a factor; Granite: a divisor, which in HyperCLOVA X is a factor under the same name."""
     names = ("logit_scale", "lm_head_multiplier", "output_multiplier")
     scale = math.prod(float(getattr(config, name, None) or 1.0) for name in names)
     scaling = float(getattr(config, "logits_scaling", None) or 1.0)

@@ -19,18 +19,18 @@ from lightning_rlhf.modules.head import LogitMap
 
 BLOCK = 4096
 """Columns that one program holds in registers."""
-WARPS = 8
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
 
 
 @triton.jit
-def _capped(u, cap, HAS_CAP: tl.constexpr):
+def _capped(u, cap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
     if HAS_CAP:  # tanh by the sigmoid: libdevice's would not run interpreted; off by at most cap · 2⁻²³
         return cap * (2.0 * tl.sigmoid(2.0 * u / cap) - 1.0)
     return u
 
 
 @triton.jit
-def _row_kernel(
+def _row_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     bias_ptr,
     labels_ptr,
@@ -38,10 +38,10 @@ def _row_kernel(
     entropy_ptr,
     lse_ptr,
     stride,
-    columns,
     scale,
     cap,
     temperature,
+    COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
@@ -52,9 +52,9 @@ def _row_kernel(
     peak = -1e30  # finite: a block of banned tokens only is -inf throughout, and -inf - -inf is no number
     total = 0.0  # Σ exp(z - peak)
     moment = 0.0  # Σ exp(z - peak) (z - peak)
-    for start in range(0, columns, BLOCK):
+    for start in range(0, COLUMNS, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        inside = column < columns
+        inside = column < COLUMNS
         u = tl.load(x_ptr + column, mask=inside, other=0.0)
         if HAS_BIAS:
             u += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
@@ -68,7 +68,7 @@ def _row_kernel(
         peak = higher
     lse = peak + tl.log(total)
     label = tl.load(labels_ptr + row)
-    known = (label >= 0) & (label < columns)
+    known = (label >= 0) & (label < COLUMNS)
     u = tl.load(x_ptr + label, mask=known, other=float("nan"))  # no token id: a log-prob that no check overlooks
     if HAS_BIAS:
         u += tl.load(bias_ptr + label, mask=known, other=0.0).to(tl.float32)
@@ -79,7 +79,7 @@ def _row_kernel(
 
 
 @triton.jit
-def _gradient_kernel(
+def _gradient_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     d_ptr,
     bias_ptr,
@@ -132,13 +132,13 @@ def row_statistics(
                 entropy,
                 lse,
                 x.stride(0),
-                x.shape[1],
                 *_numbers(to_logits),
+                COLUMNS=x.shape[1],
                 HAS_BIAS=bias is not None,
                 HAS_CAP=to_logits.softcap is not None,
                 WITH_ENTROPY=with_entropy,
                 BLOCK=BLOCK,
-                num_warps=WARPS,
+                **OPTIONS,
             )
     return log_probs, entropy, lse
 
@@ -175,7 +175,7 @@ def logit_gradient(
                 HAS_BIAS=bias is not None,
                 HAS_CAP=to_logits.softcap is not None,
                 BLOCK=BLOCK,
-                num_warps=WARPS,
+                **OPTIONS,
             )
     return d
 
