@@ -124,6 +124,14 @@ def test_sharded_models_equal_the_stock_model_in_value_and_gradient(name, ranks,
     assert_equal_to_stock(spawn(gradients_of, ranks, folder, ranks, sizes), folder)
 
 
+def test_the_head_computes_response_positions_only(tmp_path):
+    actor = build_policy(ModelSettings(save("untied", tmp_path)), strategy_of(1))
+    seen = []
+    actor.model.lm_head.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    actor(pack(sequences(), PROMPTS), 1.0)
+    assert seen == [sum(len(ids) - n for ids, n in zip(sequences(), PROMPTS, strict=True))]
+
+
 def test_a_reference_is_bfloat16_without_gradients(tmp_path):
     reference = build_policy(ModelSettings(save("tied", tmp_path)), strategy_of(1), frozen=True)
     assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
