@@ -132,7 +132,7 @@ class LogProbHead(nn.Linear):
 
     Args of ``forward``:
         hidden: final hidden states, (R, h).
-        labels: (R,), every entry a token id.
+        labels: (R,), every entry a token id. None: float32 logits of ``hidden``, any shape, as the model's own forward expects.
         temperature: divides the logits.
         with_entropy: False saves two passes over the logits; the entropies are then 0.
 
@@ -170,14 +170,15 @@ class LogProbHead(nn.Linear):
         return new
 
     def forward(  # type: ignore[override]
-        self, hidden: Tensor, labels: Tensor, temperature: float = 1.0, with_entropy: bool = True
-    ) -> tuple[Tensor, Tensor]:
+        self, hidden: Tensor, labels: Tensor | None = None, temperature: float = 1.0, with_entropy: bool = True
+    ) -> Any:
+        if labels is None:
+            return _logits(hidden.flatten(0, -2), self.weight, self.bias, 1.0).unflatten(0, hidden.shape[:-1])
+        if self.softcap is None:  # the scale is not rounded into bfloat16 hidden states
+            divisor = float(temperature) / self.logit_scale
+            return _ChunkedLogProbs.apply(hidden, self.weight, self.bias, labels, divisor, self.chunk, with_entropy)
         if self.logit_scale != 1.0:
             hidden = hidden * self.logit_scale
-        if self.softcap is None:
-            return _ChunkedLogProbs.apply(
-                hidden, self.weight, self.bias, labels, float(temperature), self.chunk, with_entropy
-            )
         parts = [  # rare: leave the derivative to autograd
             checkpoint(plain_log_probs, h, self.weight, self.bias, y, temperature, self.softcap, use_reentrant=False)
             for h, y in zip(hidden.split(self.chunk), labels.split(self.chunk), strict=True)
