@@ -215,14 +215,14 @@ def use_packed_attention(
 
     config = model.config.get_text_config()  # type: ignore[union-attr,operator]
     kind = type(model).__name__
+    if getattr(model, "_is_stateful", False) and not getattr(config, "layer_types", None):
+        raise NotImplementedError(f"{kind} cannot be packed: it is recurrent, which mixes the tokens of neighbours")
     # the first flag says that attention needs no mask, the second that every keyword reaches the function
     if not (getattr(model, "_supports_flash_attn", False) and getattr(model, "_supports_attention_backend", False)):
         raise NotImplementedError(
             f"{kind} cannot be packed: its attention needs a mask or a position bias (ALiBi), or does not use"
             " transformers' AttentionInterface"
         )
-    if getattr(model, "_is_stateful", False) and not getattr(config, "layer_types", None):
-        raise NotImplementedError(f"{kind} cannot be packed: it is recurrent, which mixes the tokens of neighbours")
     sinks = next((p for n, p in model.named_parameters() if n.endswith(".sinks")), None)
     needs = Features(softcap=getattr(config, "attn_logit_softcapping", None), sinks=sinks)
     resolved, function = choose_kernel(kernel, device, dtype, needs)
@@ -240,7 +240,7 @@ def check_packable(config: Any) -> None:
 
     Raises:
         NotImplementedError: not a decoder of text alone; layers other than attention, which mix the tokens of packed
-            neighbours; an auxiliary loss.
+            neighbours; an auxiliary loss; random routing.
     """
     kind = config.model_type
     if config.is_encoder_decoder:
@@ -256,6 +256,9 @@ def check_packable(config: Any) -> None:
         raise NotImplementedError(
             f"{kind}: output_router_logits adds an auxiliary loss that is not trained here: set it to false"
         )
+    for name, value in config.to_dict().items():
+        if "jitter" in name and value:
+            raise NotImplementedError(f"{kind}: {name}={value} makes routing random in training: only 0 can be trained")
 
 
 def position_limit(config: Any) -> int | None:

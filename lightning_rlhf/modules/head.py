@@ -151,12 +151,18 @@ class LogProbHead(nn.Linear):
         (Gemma: ``final_logit_softcapping``; Cohere: ``logit_scale``; Granite: ``logits_scaling``.)
 
         Raises:
-            NotImplementedError: the head is no plain linear layer (an adapter on it would be ignored).
+            NotImplementedError: the head is no plain linear layer (an adapter on it would be ignored), or not the only thing
+                after the backbone.
         """
         old = model.get_output_embeddings()  # type: ignore[operator]
         if type(old) is not nn.Linear:
             raise NotImplementedError(
                 f"the language-model head is a {type(old).__name__}, it must be a plain nn.Linear"
+            )
+        others = [name for name, child in model.named_children() if child is not old and child is not model.base_model]
+        if others:
+            raise NotImplementedError(
+                f"{type(model).__name__} has {', '.join(others)} beside its backbone and head: they would be ignored"
             )
         config = model.config.get_text_config()  # type: ignore[union-attr,operator]
         with torch.device("meta"):

@@ -209,7 +209,7 @@ def _causal_lm(settings: ModelSettings, dtype: torch.dtype) -> nn.Module:
     config = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
     check_packable(config)
     for name, value in config.to_dict().items():
-        if isinstance(value, float) and ("drop" in name or "jitter" in name):
+        if isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=settings.trust_remote_code)
     for module in model.modules():
