@@ -76,9 +76,7 @@ def reference_kernel(
     return torch.cat(out)
 
 
-def padded_kernel(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, features: Features
-) -> Tensor:
+def padded_kernel(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, features: Features) -> Tensor:
     """The CPU path: one batched call over right-padded sequences, which is exact when attention is causal.
 
     Falls back to `reference_kernel` where the padding would outweigh the tokens, and for features that need a mask.
@@ -181,7 +179,13 @@ class WithSinks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, forward: Callable[..., Any], backward: Callable[..., Any]
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor,
+        forward: Callable[..., Any],
+        backward: Callable[..., Any],
     ) -> Tensor:
         out, lse = forward(q, k, v)
         total = torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
@@ -191,7 +195,7 @@ class WithSinks(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, total = ctx.saved_tensors
         dq, dk, dv = ctx.kernel_backward(grad.contiguous(), q, k, v, out, total)
         taken = (sinks[:, None].to(total.dtype) - total).exp()  # the sink's share of each token's attention
@@ -257,7 +261,10 @@ def transformers_kernel(implementation: str) -> Kernel:
 
 _PACKAGES = {
     "flash_attention_2": ("flash_attn", "pip install 'lightning-rlhf[flash-attn]'"),
-    "flash_attention_3": ("flash_attn_interface", "install flash-attn-3, which is built from flash-attention's hopper folder"),
+    "flash_attention_3": (
+        "flash_attn_interface",
+        "install flash-attn-3, which is built from flash-attention's hopper folder",
+    ),
     "flash_attention_4": ("flash_attn.cute", "pip install flash-attn-4"),
 }
 """Module with ``flash_attn_varlen_func``, and how to get it."""
@@ -310,7 +317,11 @@ def choose_kernel(
         parameters = inspect.signature(_varlen_function(name)).parameters
         lacks = set() if "softcap" in parameters else lacks
         # transformers would leave them out in silence
-        lacks |= {"attention sinks"} if needs.sinks is not None and not parameters.keys() & {"s_aux", "learnable_sink"} else set()
+        lacks |= (
+            {"attention sinks"}
+            if needs.sinks is not None and not parameters.keys() & {"s_aux", "learnable_sink"}
+            else set()
+        )
     if lacks:
         raise ValueError(
             f"model.attention: {describe(name)} has no {' and no '.join(sorted(lacks))}, which this model needs: set"
@@ -325,4 +336,6 @@ def _varlen_function(name: str) -> Callable[..., Any]:
     try:
         return import_module(module).flash_attn_varlen_func
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"model.attention: {name} needs the package {module} ({error}): {remedy}, or set auto") from None
+        raise ValueError(
+            f"model.attention: {name} needs the package {module} ({error}): {remedy}, or set auto"
+        ) from None

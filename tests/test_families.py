@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 from test_policy import strategy_of
+from test_startup import save_flawed
 from toys import spawn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalLM
 
-from lightning_rlhf.modules.policy import build_critic, build_policy
+from lightning_rlhf.kernels import Features, reference_kernel
+from lightning_rlhf.modules.policy import build_critic, build_policy, check_model
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.packing import pack
+from lightning_rlhf.ulysses import packed_attention
 
 BASE = {
     "vocab_size": 97,
@@ -37,7 +41,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 24, "tie_word_embeddings": True},
     "mistral": {"sliding_window": 6},
-    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    "gemma2": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    }
     | SLIDING,
     "gemma3_text": {"head_dim": 16} | SLIDING,
     "phi3": {},
@@ -60,7 +69,7 @@ MORE: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 16} | GROUPED | MIXTURE,
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 32} | MIXTURE,
     "gpt_neox": {},
-    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 32},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "ernie4_5": {"head_dim": 16},
     "seed_oss": {"head_dim": 16},
     "hunyuan_v1_dense": {"head_dim": 16},
@@ -132,16 +141,18 @@ def stock_run(folder: str, with_critic: bool) -> tuple[Any, ...]:
     return tuple(outputs), gradients, critic_gradients
 
 
-def assert_equal(got: tuple[Any, ...], want: tuple[Any, ...]) -> None:
+def assert_equal(got: tuple[Any, ...], want: tuple[Any, ...], kind: str) -> None:
     for a, b in zip(got[0], want[0], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5, msg=lambda m: f"{kind}: {m}")
     for mine, theirs in zip(got[1:], want[1:], strict=True):
         largest = max((g.abs().max() for g in theirs.values()), default=0.0)
         for name, gradient in theirs.items():
             # a gradient that is truly 0 (the key bias without rotary embeddings) is rounding noise in both
             atol = 1e-4 * max(gradient.abs().max(), 1e-2 * largest)
             own = mine.get(name, torch.zeros_like(gradient))
-            torch.testing.assert_close(own, gradient, rtol=1e-4, atol=float(atol), msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                own, gradient, rtol=1e-4, atol=float(atol), msg=lambda m, n=name: f"{kind} {n}: {m}"
+            )
         assert mine.keys() <= theirs.keys()
 
 
@@ -151,22 +162,131 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("kind", [*FAMILIES, *(pytest.param(k, marks=pytest.mark.slow) for k in MORE)])
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")  # OPT; nothing writes into it
 def test_a_packed_family_equals_its_stock_model_in_value_and_gradient(kind, folder_of):
     folder = folder_of(kind)
-    assert_equal(packed_run(folder, strategy_of(1), True), stock_run(folder, True))
+    assert_equal(packed_run(folder, strategy_of(1), True), stock_run(folder, True), kind)
 
 
-def shared_runs(rank: int, folders: list[str]) -> list[tuple[Any, ...]]:
+def shared_runs(rank: int, folders: list[str], flawed: str) -> tuple[list[tuple[Any, ...]], str]:
     strategy = strategy_of(2, sequence_parallel_size=2)
-    return [packed_run(folder, strategy, False) for folder in folders]
+    results = [packed_run(folder, strategy, False) for folder in folders]
+    with pytest.raises(NotImplementedError) as error:
+        build_policy(ModelSettings(flawed), strategy)
+    return results, str(error.value)
 
 
 @pytest.mark.parametrize("kinds", [[*FAMILIES], pytest.param([*MORE], marks=pytest.mark.slow)], ids=["common", "more"])
-def test_families_over_two_sequence_ranks_equal_their_stock_models(kinds, folder_of):
+def test_families_over_two_sequence_ranks_equal_their_stock_models(kinds, folder_of, tmp_path):
+    """And a model that mixes packed neighbours is refused by both ranks: one set of processes, since they take long to start."""
     folders = [folder_of(kind) for kind in kinds]
-    for results in spawn(shared_runs, 2, folders):
-        for kind, folder, result in zip(kinds, folders, results, strict=True):
-            try:
-                assert_equal(result, stock_run(folder, False))
-            except AssertionError as error:
-                raise AssertionError(f"{kind}: {error}") from None
+    (first, refusal), (second, other) = spawn(shared_runs, 2, folders, save_flawed("mixed", tmp_path))
+    assert refusal == other
+    assert "cannot be packed" in refusal
+    for kind, folder, *results in zip(kinds, folders, first, second, strict=True):
+        stock = stock_run(folder, False)
+        for result in results:
+            assert_equal(result, stock, kind)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "mamba": ({}, "mamba cannot be packed: its layers of type linear_attention"),
+    "jamba": (
+        {"mamba_d_state": 4, "mamba_dt_rank": 4, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
+        "jamba cannot be packed: its layers of type linear_attention",
+    ),
+    "falcon_h1": (
+        {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
+        "falcon_h1 cannot be packed: .* type hybrid",
+    ),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "lfm2 cannot be packed: its layers of type conv are"),
+    "qwen3_next": ({"num_experts": 4}, "qwen3_next cannot be packed: its layers of type linear_attention"),
+    "llama4_text": ({"num_local_experts": 2}, "llama4_text cannot be packed: its layers of type chunked_attention"),
+    "rwkv": ({}, "RwkvForCausalLM cannot be packed: it is recurrent"),
+    "bloom": ({"n_head": 4, "n_layer": 2}, r"BloomForCausalLM cannot be packed: .*ALiBi"),
+    "mpt": ({"d_model": 64, "n_heads": 4, "n_layers": 2}, r"MptForCausalLM cannot be packed: .*ALiBi"),
+    "falcon": ({}, "FalconForCausalLM cannot be packed: .*does not use transformers' AttentionInterface"),
+    "stablelm": ({}, "StableLmForCausalLM cannot be packed"),
+    "t5": ({}, "t5 is an encoder-decoder model"),
+    "bart": ({"d_model": 64}, "bart is an encoder-decoder model"),
+    "bert": ({"is_decoder": True}, "BertLMHeadModel has cls beside its backbone and head"),
+    "dory": ({}, "the language-model head is a DoryLMHead, it must be a plain nn.Linear"),
+    "mixtral": ({"output_router_logits": True}, "mixtral: output_router_logits adds an auxiliary loss"),
+    "phimoe": ({"num_local_experts": 4}, "phimoe: router_jitter_noise=0.01 makes routing random"),
+    "gemma3": ({}, "gemma3 takes images or sound beside text"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_that_would_be_silently_wrong_is_refused_by_name_before_its_weights_are_read(kind, tmp_path):
+    sizes, message = REFUSED[kind]
+    config = CONFIG_MAPPING[kind](**(({} if kind == "gemma3" else BASE) | sizes))
+    config.save_pretrained(tmp_path)  # there are no weights
+    with pytest.raises(NotImplementedError, match=message) as error:
+        check_model(ModelSettings(str(tmp_path)), strategy_of(1))
+    assert "\n" not in str(error.value)
+
+
+ASKED: dict[str, list[Features]] = {
+    "gemma2": [Features(scale=0.25, window=6, softcap=2.0), Features(scale=0.25, softcap=2.0)],
+    "gpt_oss": [Features(scale=0.25, window=6), Features(scale=0.25)],
+    "mistral": [Features(scale=0.25, window=6)] * 2,
+}
+
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_what_a_model_asks_of_attention_reaches_the_kernel(kind, folder_of):
+    asked: list[Features] = []
+
+    def kernel(q, k, v, cu, longest, features):
+        asked.append(features)
+        return reference_kernel(q, k, v, cu, longest, features)
+
+    AttentionInterface.register("recording", packed_attention(kernel))
+    model = AutoModelForCausalLM.from_pretrained(folder_of(kind), attn_implementation="recording")
+    packed = pack(sequences(), PROMPTS)
+    model(packed.input_ids[None], cu_seq_lens_q=packed.cu_seqlens, max_length_q=packed.max_length, use_cache=False)
+    assert [replace(features, sinks=None) for features in asked] == ASKED[kind]
+    assert all((features.sinks is not None) == (kind == "gpt_oss") for features in asked)
+
+
+def test_attention_that_drops_its_keywords_is_refused_at_start(tmp_path, monkeypatch):
+    monkeypatch.setitem(MORE, "nemotron", {})
+    with pytest.raises(ValueError, match="NemotronAttention: packed attention needs"):
+        build_policy(ModelSettings(save("nemotron", tmp_path)), strategy_of(1))
+
+
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+}
+
+
+def test_rotary_embeddings_that_grow_with_the_input_are_limited_to_where_they_do_not(tmp_path, monkeypatch):
+    monkeypatch.setitem(FAMILIES, "phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 16})
+    folder, strategy = save("phi3", tmp_path), strategy_of(1)
+    assert check_model(ModelSettings(folder), strategy) == 16
+    actor = build_policy(ModelSettings(folder), strategy)
+    a, b = torch.arange(3, 19), torch.arange(20, 29)
+    alone, beside = (actor(pack(s, [1] * len(s)), 1.0)[0][-1][:8] for s in ([b], [a, b]))
+    torch.testing.assert_close(alone, beside)
+    with pytest.raises(ValueError, match="a sequence of 17 tokens is longer than 16, from where the model's rotary"):
+        actor(pack([torch.arange(17), b], [1, 1]), 1.0)
+
+
+DROPOUTS = {"gpt2": ("resid_pdrop", "attn_pdrop", "embd_pdrop"), "opt": ("dropout", "attention_dropout", "layerdrop")}
+
+
+@pytest.mark.parametrize("kind", DROPOUTS)
+def test_log_probs_in_training_mode_have_no_randomness(kind, tmp_path, monkeypatch):
+    sizes = (FAMILIES | MORE)[kind]
+    monkeypatch.setitem(FAMILIES, kind, sizes | dict.fromkeys(DROPOUTS[kind], 0.5))
+    actor = build_policy(ModelSettings(save(kind, tmp_path)), strategy_of(1))
+    assert actor.training
+    packed = pack(sequences(), PROMPTS)
+    with torch.no_grad():
+        first, second = (actor(packed, 1.0)[0] for _ in range(2))
+        assert torch.equal(first, second)
+        torch.testing.assert_close(actor.eval()(packed, 1.0)[0], first)

@@ -156,7 +156,11 @@ def test_a_kernel_for_gpus_is_refused_elsewhere_before_it_is_needed(name):
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
-    [("flash_attention_2", r"lightning-rlhf\[flash-attn\]"), ("flash_attention_3", "hopper"), ("flash_attention_4", "pip")],
+    [
+        ("flash_attention_2", r"lightning-rlhf\[flash-attn\]"),
+        ("flash_attention_3", "hopper"),
+        ("flash_attention_4", "pip"),
+    ],
 )
 def test_a_missing_package_is_named_with_how_to_get_it(name, remedy, monkeypatch):
     for module in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):

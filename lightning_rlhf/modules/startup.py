@@ -1,8 +1,8 @@
 """Two checks of a built model with its real weights, once, on short streams: what no list of architectures can know.
 
-    check_start    a sequence's hidden states depend neither on its packed neighbours, nor on where ranks cut the stream, nor on
-                   later tokens
-    check_head     log-probs from hidden states are those of the model's own forward
+check_start    a sequence's hidden states depend neither on its packed neighbours, nor on where ranks cut the stream, nor on
+               later tokens
+check_head     log-probs from hidden states are those of the model's own forward
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def check_head(policy: Policy, strategy: FSDPUlyssesStrategy) -> None:
 
 
 def _tokens(root: _PackedModel, n: int, seed: int) -> Tensor:
-    size = root.model.config.vocab_size  # type: ignore[union-attr]
+    size: int = root.model.config.vocab_size  # type: ignore[union-attr,assignment]
     return torch.randint(size, (n,), generator=torch.Generator().manual_seed(seed))
 
 
