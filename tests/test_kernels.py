@@ -183,9 +183,9 @@ def test_what_a_kernel_lacks_is_refused_with_one_that_has_it(monkeypatch):
     assert choose_kernel("flash_attention_2", CUDA, needs=capped)[0] == "flash_attention_2"
     assert choose_kernel("flash_attention_3", CUDA, needs=sunk)[0] == "flash_attention_3"
     assert choose_kernel("reference", CUDA, needs=Features(softcap=1.0, sinks=torch.zeros(4)))[0] == "reference"
-    with pytest.raises(ValueError, match="torch varlen .* has no soft-capped scores.*set flash_attention_2"):
+    with pytest.raises(ValueError, match=r"torch varlen .* has no soft-capped scores.*set flash_attention_2"):
         choose_kernel("auto", CUDA, needs=capped)
-    with pytest.raises(ValueError, match="flash_attention_2 has no attention sinks.*set torch"):
+    with pytest.raises(ValueError, match=r"flash_attention_2 has no attention sinks.*set torch"):
         choose_kernel("flash_attention_2", CUDA, needs=sunk)
     with pytest.raises(ValueError, match="flash_attention_3 has no soft-capped scores"):
         choose_kernel("flash_attention_3", CUDA, needs=capped)
