@@ -312,20 +312,14 @@ def choose_kernel(
             f"model.attention: {name} runs on CUDA in half precision, this model computes in {str(dtype)[6:]} on"
             f" {device.type}: set auto"
         )
-    lacks = {"soft-capped scores"} if needs.softcap is not None else set()
-    if name != "torch":
-        parameters = inspect.signature(_varlen_function(name)).parameters
-        lacks = set() if "softcap" in parameters else lacks
-        # transformers would leave them out in silence
-        lacks |= (
-            {"attention sinks"}
-            if needs.sinks is not None and not parameters.keys() & {"s_aux", "learnable_sink"}
-            else set()
-        )
+    # transformers would leave out in silence what a package's function does not take
+    known = {"s_aux"} if name == "torch" else set(inspect.signature(_varlen_function(name)).parameters)
+    lacks = ["soft-capped scores"] if needs.softcap is not None and "softcap" not in known else []
+    lacks += ["attention sinks"] if needs.sinks is not None and not known & {"s_aux", "learnable_sink"} else []
     if lacks:
         raise ValueError(
-            f"model.attention: {describe(name)} has no {' and no '.join(sorted(lacks))}, which this model needs: set"
-            f" {'torch' if lacks == {'attention sinks'} else 'flash_attention_2 (or 4)'}, or reference (slow, and its memory"
+            f"model.attention: {describe(name)} has no {' and no '.join(lacks)}, which this model needs: set"
+            f" {'torch' if lacks == ['attention sinks'] else 'flash_attention_2 (or 4)'}, or reference (slow, and its memory"
             " grows with the square of the length)"
         )
     return name, torch_kernel if name == "torch" else transformers_kernel(name)

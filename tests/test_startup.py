@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from lightning_rlhf.modules.policy import build_critic, build_policy
 from lightning_rlhf.modules.settings import ModelSettings
-from lightning_rlhf.modules.startup import check_start
+from lightning_rlhf.modules.startup import check_isolation
 
 
 class Mixed(nn.Module):
@@ -111,7 +111,7 @@ def test_the_checks_leave_no_trace_but_a_line_in_the_log(tmp_path, caplog):
         "actor LlamaForCausalLM: attention padded (one batched call), packed, sequence parallel 1; packed neighbours change"
     )
     state = torch.get_rng_state()
-    change = check_start(actor, strategy, lambda packed: actor(packed, 1.0), "actor")
+    change = check_isolation(actor, strategy, lambda packed: actor(packed, 1.0), "actor")
     assert 0.0 <= change < 1e-5
     assert torch.equal(torch.get_rng_state(), state)
     assert actor.training

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_rlhf.modules.head import LogProbHead
 from lightning_rlhf.modules.loading import load_pretrained, meta_parameters
 from lightning_rlhf.modules.settings import ModelSettings
-from lightning_rlhf.modules.startup import check_head, check_start
+from lightning_rlhf.modules.startup import check_head, check_isolation
 from lightning_rlhf.packing import Packed
 from lightning_rlhf.ulysses import (
     check_packable,
@@ -171,7 +171,7 @@ def build_policy(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, froz
     model.tie_weights()  # type: ignore[operator]  # allocating visits each name on its own
     load_pretrained(policy, settings, strategy, lambda name: name.removeprefix("model."))
     policy.train(not frozen)
-    check_start(policy, strategy, lambda packed: policy(packed, 1.0)[0], "reference" if frozen else "actor")
+    check_isolation(policy, strategy, lambda packed: policy(packed, 1.0)[0], "reference" if frozen else "actor")
     check_head(policy, strategy)
     return policy
 
@@ -192,7 +192,7 @@ def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> Crit
         for parameter in critic.value_head.parameters():
             parameter.zero_()
     critic.train()
-    check_start(critic, strategy, critic, "critic")
+    check_isolation(critic, strategy, critic, "critic")
     return critic
 
 

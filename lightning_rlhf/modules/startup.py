@@ -1,8 +1,8 @@
 """Two checks of a built model with its real weights, once, on short streams: what no list of architectures can know.
 
-check_start    a sequence's hidden states depend neither on its packed neighbours, nor on where ranks cut the stream, nor on
-               later tokens
-check_head     log-probs from hidden states are those of the model's own forward
+* `check_isolation`: a sequence's hidden states depend neither on its packed neighbours, nor on where ranks cut the stream, nor
+  on later tokens
+* `check_head`: log-probs from hidden states are those of the model's own forward
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def check_start(
+def check_isolation(
     root: _PackedModel, strategy: FSDPUlyssesStrategy, forward: Callable[[Packed], Any], role: str
 ) -> float:
     """Log how ``root`` attends, and raise if packed sequences influence each other.
@@ -75,13 +75,14 @@ def check_head(policy: Policy, strategy: FSDPUlyssesStrategy) -> None:
     """
     register_fsdp_forward_method(policy, "stock_log_probs")
     packed = _packed([_tokens(policy, n, n) for n in (9, 12)], strategy)
-    difference = (policy(packed, 1.0)[0] - policy.stock_log_probs(packed)).abs().max()
+    own, stock = policy(packed, 1.0)[0], policy.stock_log_probs(packed)
+    difference = ((own - stock).abs() / (1.0 + stock.abs())).max()
     strategy.reshard(policy)
     largest = strategy.all_reduce_dp(difference, "max").item()
     if not largest <= 1e-2:
         raise NotImplementedError(
             f"{type(policy.model).__name__} cannot be trained: log-probs of its own forward differ by {largest:.1e} from"
-            " those of its hidden states and head. It scales or changes its logits in a way that is not known here"
+            " what its hidden states and head give. It scales or changes its logits in a way that is not known here"
         )
 
 
