@@ -79,11 +79,8 @@ class RolloutCallback(pl.Callback):
         self.engine.weight_version = -1  # it may hold the weights of another module
 
     def _engine_setup(self, trainer: pl.Trainer, module: RLHFLightningModule) -> EngineSetup:
-        from transformers import AutoConfig
-
         strategy, data = module.strategy, getattr(trainer, "datamodule", None)
-        config = AutoConfig.from_pretrained(module.model_path, trust_remote_code=module.settings.trust_remote_code)
-        limit = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
+        limit = module.check_models()
         response = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
         prompt = getattr(data, "max_prompt_length", None) or getattr(data, "longest_prompt", None)
         longest = prompt + response if prompt else limit

@@ -35,7 +35,7 @@ from lightning_rlhf.modules.experience import gather_experience
 from lightning_rlhf.modules.gradients import clip_roles
 from lightning_rlhf.modules.losses import Aggregation, KLKind, kl_estimate, token_weights
 from lightning_rlhf.modules.metrics import Metrics
-from lightning_rlhf.modules.policy import Policy, build_policy
+from lightning_rlhf.modules.policy import Policy, build_policy, check_model
 from lightning_rlhf.modules.report import (
     Alarms,
     ValidationMetrics,
@@ -253,6 +253,10 @@ class RLHFLightningModule(pl.LightningModule):
             return [Passes("update", dims_of(config, outputs), self.ppo_epochs, self.ppo_epochs)]
         except ValueError:
             return []
+
+    def check_models(self) -> int:
+        """Refuse models that cannot be trained here before any weights are loaded; returns the longest sequence they take."""
+        return check_model(self.settings, self.strategy)
 
     def configure_model(self) -> None:
         if self.actor is not None:

@@ -218,7 +218,7 @@ class LogProbHead(nn.Linear):
 
     Args of ``forward``:
         hidden: final hidden states, (R, h), of the dtype of ``weight``.
-        labels: (R,), every entry a token id.
+        labels: (R,), every entry a token id. None: float32 logits of ``hidden``, any shape, as the model's own forward expects.
         temperature: divides the logits.
         with_entropy: False saves work; the entropies are then 0.
 
@@ -239,14 +239,19 @@ class LogProbHead(nn.Linear):
         """Swap the head of a transformers causal LM, taking over the logit post-processing that the model does itself.
 
         Raises:
-            NotImplementedError: the head is no plain linear layer (an adapter on it would be ignored), or the model cuts
-                logits off.
+            NotImplementedError: the head is no plain linear layer (an adapter on it would be ignored), it is not the only
+                thing after the backbone, or the model cuts logits off.
         """
         old = model.get_output_embeddings()  # type: ignore[operator]
         if type(old) is not nn.Linear:
             raise NotImplementedError(
                 f"the language-model head is a {type(old).__name__}, it must be a plain nn.Linear: leave the head out of"
                 " the adapter's target_modules and modules_to_save"
+            )
+        others = [name for name, child in model.named_children() if child is not old and child is not model.base_model]
+        if others:
+            raise NotImplementedError(
+                f"{type(model).__name__} has {', '.join(others)} beside its backbone and head: they would be ignored"
             )
         config = model.config.get_text_config()  # type: ignore[union-attr,operator]
         if (size := getattr(config, "unpadded_vocab_size", None) or old.out_features) != old.out_features:
@@ -262,8 +267,11 @@ class LogProbHead(nn.Linear):
         return new
 
     def forward(  # type: ignore[override]
-        self, hidden: Tensor, labels: Tensor, temperature: float = 1.0, with_entropy: bool = True
-    ) -> tuple[Tensor, Tensor]:
+        self, hidden: Tensor, labels: Tensor | None = None, temperature: float = 1.0, with_entropy: bool = True
+    ) -> Any:
+        if labels is None:
+            x = _products(hidden.flatten(0, -2), self.weight).unflatten(0, hidden.shape[:-1])
+            return x if self.bias is None else x + self.bias
         to_logits = LogitMap(float(temperature), self.softcap, self.logit_scale)
         passes = self.passes or _passes(hidden.device.type)
         return _TiledLogProbs.apply(

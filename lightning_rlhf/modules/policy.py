@@ -9,7 +9,7 @@ sharded, allocated, and every rank reads its own slices of the safetensors.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -18,8 +18,16 @@ from torch import Tensor, nn
 from lightning_rlhf.modules.head import LogProbHead
 from lightning_rlhf.modules.loading import load_pretrained, meta_parameters
 from lightning_rlhf.modules.settings import ModelSettings
+from lightning_rlhf.modules.startup import check_head, check_isolation
 from lightning_rlhf.packing import Packed
-from lightning_rlhf.ulysses import check_packable, gather_sequence, group_size, shard_sequence, use_packed_attention
+from lightning_rlhf.ulysses import (
+    check_packable,
+    gather_sequence,
+    group_size,
+    position_limit,
+    shard_sequence,
+    use_packed_attention,
+)
 
 if TYPE_CHECKING:
     from lightning_rlhf.strategy import FSDPUlyssesStrategy
@@ -33,7 +41,8 @@ class _PackedModel(nn.Module):
         self.model = model
         self._group = strategy.sp_group
         dtype = model.dtype if model.dtype != torch.float32 else strategy.precision_plugin.compute_dtype
-        use_packed_attention(model, kernel, strategy.root_device, self._group, dtype)  # type: ignore[arg-type]
+        self.attention = use_packed_attention(model, kernel, strategy.root_device, self._group, dtype)  # type: ignore[arg-type]
+        self._position_limit = position_limit(model.config)
 
     @property
     def backbone(self) -> nn.Module:
@@ -45,22 +54,36 @@ class _PackedModel(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The decoder layers: transformers names the modules that must not be split."""
+        """The decoder layers: transformers names the modules that must not be split, or they are the first list of modules."""
         names = set(getattr(self.model, "_no_split_modules", None) or ())
-        return [m for m in self.backbone.modules() if type(m).__name__ in names]
+        named = [m for m in self.backbone.modules() if type(m).__name__ in names]
+        return named or next((list(m) for m in self.backbone.modules() if isinstance(m, nn.ModuleList)), [])
+
+    def inputs(self, packed: Packed) -> dict[str, Any]:
+        """Arguments of the transformers model for this rank's piece of the stream.
+
+        Raises:
+            ValueError: a sequence is so long that the rotary embeddings of its neighbours would change.
+        """
+        if self._position_limit is not None and packed.max_length > self._position_limit:
+            raise ValueError(
+                f"a sequence of {packed.max_length} tokens is longer than {self._position_limit}, from where the model's rotary"
+                " embeddings depend on what is packed together: lower data.max_prompt_length or"
+                " rollout.sampling.max_completion_length"
+            )
+        return {
+            "input_ids": shard_sequence(packed.input_ids, self._group)[None],
+            "position_ids": shard_sequence(packed.position_ids, self._group)[None],
+            "use_cache": False,
+            "cu_seq_lens_q": packed.cu_seqlens,
+            "cu_seq_lens_k": packed.cu_seqlens,
+            "max_length_q": packed.max_length,
+            "max_length_k": packed.max_length,
+        }
 
     def hidden_rows(self, packed: Packed) -> Float[Tensor, "R h"]:
         """Final hidden states at this rank's response positions."""
-        output = self.backbone(
-            input_ids=shard_sequence(packed.input_ids, self._group)[None],
-            position_ids=shard_sequence(packed.position_ids, self._group)[None],
-            use_cache=False,
-            cu_seq_lens_q=packed.cu_seqlens,
-            cu_seq_lens_k=packed.cu_seqlens,
-            max_length_q=packed.max_length,
-            max_length_k=packed.max_length,
-        )
-        return output.last_hidden_state[0].index_select(0, packed.rows)
+        return self.backbone(**self.inputs(packed)).last_hidden_state[0].index_select(0, packed.rows)
 
     def align(self, values: Float[Tensor, "R"], packed: Packed) -> Float[Tensor, "b T"]:
         """Values at this rank's response positions -> response-aligned, gathered over the sequence-parallel group."""
@@ -84,6 +107,12 @@ class Policy(_PackedModel):
         labels = shard_sequence(packed.labels, self._group).index_select(0, packed.rows)
         log_probs, entropy = self._head[0](self.hidden_rows(packed), labels, temperature, with_entropy)
         return self.align(log_probs, packed), self.align(entropy, packed)
+
+    def stock_log_probs(self, packed: Packed) -> Float[Tensor, "b T"]:
+        """Log-probs by the model's own ``forward`` and full logits: what `forward` must give at temperature 1."""
+        logits = self.model(**self.inputs(packed)).logits[0].index_select(0, packed.rows)
+        labels = shard_sequence(packed.labels, self._group).index_select(0, packed.rows)
+        return self.align(logits.float().log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1), packed)
 
     def hf_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(transformers name, shard) pairs; a tied parameter comes under each of its names."""
@@ -119,25 +148,38 @@ class Critic(_PackedModel):
         return self.layers
 
 
+def check_model(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> int:
+    """Refuse a model that cannot be trained here, before its weights are loaded; returns the longest sequence it takes.
+
+    Raises:
+        NotImplementedError: the model.
+        ValueError: the attention kernel.
+    """
+    model = _policy_on_meta(settings, strategy, frozen=False).model
+    limits = (getattr(model.config, "max_position_embeddings", None), position_limit(model.config))
+    return min(limit or 2**31 for limit in limits)
+
+
 def build_policy(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, frozen: bool = False) -> Policy:
     """The actor, or with ``frozen`` a reference in bfloat16 without gradients."""
-    dtype = torch.bfloat16 if frozen else strategy.precision_plugin.param_dtype
-    with meta_parameters():
-        model = _causal_lm(settings, dtype, strategy)
-    policy = Policy(model, strategy, settings.attention)
+    policy = _policy_on_meta(settings, strategy, frozen=frozen)
+    model = policy.model
     if settings.gradient_checkpointing and not frozen:
         _checkpoint_layers(model)
     strategy.shard(policy, policy.units, frozen=frozen)
     strategy.materialize(policy)
     model.tie_weights()  # type: ignore[operator]  # allocating visits each name on its own
     load_pretrained(policy, settings, strategy, lambda name: name.removeprefix("model."))
-    return policy.eval() if frozen else policy.train()
+    policy.train(not frozen)
+    check_isolation(policy, strategy, lambda packed: policy(packed, 1.0)[0], "reference" if frozen else "actor")
+    check_head(policy, strategy)
+    return policy
 
 
 def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> Critic:
     """A critic whose backbone starts from ``settings.path`` and whose values start at 0."""
     with meta_parameters():
-        causal = _causal_lm(settings, strategy.precision_plugin.param_dtype, strategy)
+        causal = _causal_lm(settings, strategy.precision_plugin.param_dtype)
         critic = Critic(causal.base_model, strategy, settings.attention)  # type: ignore[arg-type]
     prefix = f"{causal.base_model_prefix}."
     if settings.gradient_checkpointing:
@@ -149,23 +191,30 @@ def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> Crit
     with torch.no_grad():
         for parameter in critic.value_head.parameters():
             parameter.zero_()
-    return critic.train()
+    critic.train()
+    check_isolation(critic, strategy, critic, "critic")
+    return critic
 
 
-def _causal_lm(settings: ModelSettings, dtype: torch.dtype, strategy: FSDPUlyssesStrategy) -> nn.Module:
+def _policy_on_meta(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, frozen: bool) -> Policy:
+    dtype = torch.bfloat16 if frozen else strategy.precision_plugin.param_dtype
+    with meta_parameters():
+        return Policy(_causal_lm(settings, dtype), strategy, settings.attention)
+
+
+def _causal_lm(settings: ModelSettings, dtype: torch.dtype) -> nn.Module:
+    """Without any randomness in training mode: log-probs of rollout, old policy and update must be of one distribution."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
-    check_packable(config, strategy.sequence_parallel_size)
-    for holder in {id(c): c for c in (config, config.get_text_config())}.values():
-        if getattr(holder, "output_router_logits", False):
-            raise NotImplementedError(
-                "output_router_logits adds an auxiliary loss that is not trained here: set it to false"
-            )
-        for name, value in holder.to_dict().items():
-            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-                setattr(holder, name, 0.0)  # log-probs of rollout and update must be of one distribution
+    check_packable(config)
+    for name, value in config.to_dict().items():
+        if isinstance(value, float) and "drop" in name:
+            setattr(config, name, 0.0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=settings.trust_remote_code)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
     model.tie_weights()
     return model
 

@@ -15,7 +15,7 @@ class ModelSettings:
 
     Args:
         model: local folder or hub id, or ``random:tiny``.
-        attention: kernel: auto, torch, padded, reference, or a transformers name such as flash_attention_3.
+        attention: kernel: auto, torch, padded, reference, or flash_attention_2, 3 or 4 (docs/models.md).
         gradient_checkpointing: recompute layers in backward: a third more time, far less memory.
         trust_remote_code: run model code that comes with the weights.
     """
