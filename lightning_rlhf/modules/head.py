@@ -270,7 +270,7 @@ class LogProbHead(nn.Linear):
         self, hidden: Tensor, labels: Tensor | None = None, temperature: float = 1.0, with_entropy: bool = True
     ) -> Any:
         if labels is None:
-            x = _products(hidden.flatten(0, -2), self.weight).unflatten(0, hidden.shape[:-1])
+            x = _mm(hidden.flatten(0, -2), self.weight.t()).unflatten(0, hidden.shape[:-1])
             return x if self.bias is None else x + self.bias
         to_logits = LogitMap(float(temperature), self.softcap, self.logit_scale)
         passes = self.passes or _passes(hidden.device.type)
