@@ -266,7 +266,7 @@ class LogProbHead(nn.Linear):
         model.set_output_embeddings(new)  # type: ignore[operator]
         return new
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, hidden: Tensor, labels: Tensor | None = None, temperature: float = 1.0, with_entropy: bool = True
     ) -> Any:
         if labels is None:
