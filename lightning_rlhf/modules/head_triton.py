@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_rlhf.modules.head import LogitMap
 
 BLOCK = 4096
-"""Columns that one program holds in registers."""
+"""Columns that a program has in registers at a time."""
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
 
 
