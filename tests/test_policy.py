@@ -41,11 +41,17 @@ def save(name: str, folder: Path) -> str:
     return str(folder)
 
 
-def strategy_of(ranks: int, **sizes: int) -> FSDPUlyssesStrategy:
+def strategy_of(ranks: int, accelerator: str = "cpu", precision: str = "32-true", **sizes: int) -> FSDPUlyssesStrategy:
     """A strategy on the process group that is there, without a training run."""
     strategy = FSDPUlyssesStrategy(**sizes)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=ranks, strategy=strategy, logger=False, enable_checkpointing=False, barebones=True
+        accelerator=accelerator,
+        devices=ranks,
+        strategy=strategy,
+        precision=precision,
+        logger=False,
+        enable_checkpointing=False,
+        barebones=True,
     )
     trainer.strategy.connect(pl.LightningModule())
     trainer.strategy.setup_environment()
