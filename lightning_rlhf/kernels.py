@@ -77,10 +77,13 @@ def padded_kernel(
     """
     lengths = cu_seqlens.diff()
     rows = len(lengths) * max_length
-    if not causal or softcap is not None or sinks is not None or rows > 2 * len(q):
+    wasteful = not torch.compiler.is_compiling() and rows > 2 * len(q)  # a loop over sequences has no graph
+    if not causal or softcap is not None or sinks is not None or wasteful:
         features: dict[str, Any] = {"causal": causal, "scale": scale, "window": window}
         return reference_kernel(q, k, v, cu_seqlens, max_length, softcap=softcap, sinks=sinks, **features)
-    taken = (torch.arange(max_length, device=q.device) < lengths[:, None]).flatten().nonzero().squeeze(-1)
+    tokens = torch.arange(len(q), device=q.device)  # of sequence `i`, which begins at `cu_seqlens[i]`, to row i·max_length
+    i = torch.searchsorted(cu_seqlens[1:], tokens, right=True)
+    taken = tokens - cu_seqlens[i] + i * max_length
 
     def pad(t: Tensor) -> Tensor:
         padded = t.new_zeros(rows, *t.shape[1:]).index_copy(0, taken, t)

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lightning_rlhf.modules.execution import apply_execution, bucketed, check_execution
 from lightning_rlhf.modules.head import LogProbHead
 from lightning_rlhf.modules.loading import load_pretrained, meta_parameters
 from lightning_rlhf.modules.settings import ModelSettings
@@ -28,12 +29,13 @@ if TYPE_CHECKING:
 class _PackedModel(nn.Module):
     """A transformers causal LM (or its backbone) over packed, sequence-sharded streams that are on its device."""
 
-    def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, kernel: str) -> None:
+    def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, settings: ModelSettings) -> None:
         super().__init__()
         self.model = model
+        self._compiled = settings.compile
         self._group = strategy.sp_group
         dtype = model.dtype if model.dtype != torch.float32 else strategy.precision_plugin.compute_dtype
-        use_packed_attention(model, kernel, strategy.root_device, self._group, dtype)  # type: ignore[arg-type]
+        use_packed_attention(model, settings.attention, strategy.root_device, self._group, dtype)  # type: ignore[arg-type]
 
     @property
     def backbone(self) -> nn.Module:
@@ -51,14 +53,15 @@ class _PackedModel(nn.Module):
 
     def hidden_rows(self, packed: Packed) -> Float[Tensor, "R h"]:
         """Final hidden states at this rank's response positions."""
+        longest = bucketed(packed.max_length) if self._compiled else packed.max_length
         output = self.backbone(
             input_ids=shard_sequence(packed.input_ids, self._group)[None],
             position_ids=shard_sequence(packed.position_ids, self._group)[None],
             use_cache=False,
             cu_seq_lens_q=packed.cu_seqlens,
             cu_seq_lens_k=packed.cu_seqlens,
-            max_length_q=packed.max_length,
-            max_length_k=packed.max_length,
+            max_length_q=longest,
+            max_length_k=longest,
         )
         return output.last_hidden_state[0].index_select(0, packed.rows)
 
@@ -76,8 +79,8 @@ class Policy(_PackedModel):
     distributions (0 without ``with_entropy``), float32, (b, T).
     """
 
-    def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, kernel: str = "auto") -> None:
-        super().__init__(model, strategy, kernel)
+    def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, settings: ModelSettings) -> None:
+        super().__init__(model, strategy, settings)
         self._head = [LogProbHead.replace(model)]  # in a list: it is a submodule of the model already
 
     def forward(self, packed: Packed, temperature: float, with_entropy: bool = False) -> tuple[Tensor, Tensor]:
@@ -103,8 +106,8 @@ class Critic(_PackedModel):
     The head is float32 with float32 output: bfloat16 steps near 1 are 0.008, coarser than the advantages.
     """
 
-    def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, kernel: str = "auto") -> None:
-        super().__init__(model, strategy, kernel)
+    def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, settings: ModelSettings) -> None:
+        super().__init__(model, strategy, settings)
         self.value_head = nn.Linear(self.hidden_size, 1, dtype=torch.float32)
 
     @property
@@ -124,11 +127,11 @@ def build_policy(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, froz
     dtype = torch.bfloat16 if frozen else strategy.precision_plugin.param_dtype
     with meta_parameters():
         model = _causal_lm(settings, dtype, strategy)
-    policy = Policy(model, strategy, settings.attention)
-    if settings.gradient_checkpointing and not frozen:
-        _checkpoint_layers(model)
-    strategy.shard(policy, policy.units, frozen=frozen)
-    strategy.materialize(policy)
+    policy = Policy(model, strategy, settings)
+    apply_execution(model, policy.layers, settings, strategy.root_device, trained=not frozen)
+    on_host = frozen and settings.offload_reference
+    strategy.shard(policy, policy.units, frozen=frozen, on_host=on_host)
+    strategy.materialize(policy, on_host=on_host)
     model.tie_weights()  # type: ignore[operator]  # allocating visits each name on its own
     load_pretrained(policy, settings, strategy, lambda name: name.removeprefix("model."))
     return policy.eval() if frozen else policy.train()
@@ -138,10 +141,9 @@ def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> Crit
     """A critic whose backbone starts from ``settings.path`` and whose values start at 0."""
     with meta_parameters():
         causal = _causal_lm(settings, strategy.precision_plugin.param_dtype, strategy)
-        critic = Critic(causal.base_model, strategy, settings.attention)  # type: ignore[arg-type]
+        critic = Critic(causal.base_model, strategy, settings)  # type: ignore[arg-type]
     prefix = f"{causal.base_model_prefix}."
-    if settings.gradient_checkpointing:
-        _checkpoint_layers(critic.model)
+    apply_execution(critic.model, critic.layers, settings, strategy.root_device, trained=True)
     strategy.shard_float32(critic.value_head)
     strategy.shard(critic, critic.units)
     strategy.materialize(critic)
@@ -157,6 +159,7 @@ def _causal_lm(settings: ModelSettings, dtype: torch.dtype, strategy: FSDPUlysse
 
     config = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
     check_packable(config, strategy.sequence_parallel_size)
+    check_execution(settings, strategy.root_device, config)
     for holder in {id(c): c for c in (config, config.get_text_config())}.values():
         if getattr(holder, "output_router_logits", False):
             raise NotImplementedError(
@@ -168,7 +171,3 @@ def _causal_lm(settings: ModelSettings, dtype: torch.dtype, strategy: FSDPUlysse
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=settings.trust_remote_code)
     model.tie_weights()
     return model
-
-
-def _checkpoint_layers(model: nn.Module) -> None:
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
