@@ -27,7 +27,11 @@ class HostMemory:
         self._away: set[_Key] = set()
 
     def offload_states(self, optimizers: Iterable[torch.optim.Optimizer]) -> int:
-        """Moments of the optimizers to the host; step counters stay. Returns the bytes of this rank that moved."""
+        """Moments of the optimizers to the host; step counters stay. Returns the bytes of this rank that moved.
+
+        Raises:
+            NotImplementedError: a state is a tensor of another package's class.
+        """
         moved = 0
         for state, name, key in _states(optimizers):
             if key not in self._away:
@@ -76,6 +80,11 @@ class HostMemory:
         return bool(self._away)
 
     def _to_host(self, key: _Key, tensor: Tensor) -> Tensor:
+        if type(_local(tensor)) is not Tensor:
+            raise NotImplementedError(
+                f"the optimizer keeps {type(_local(tensor)).__name__} tensors, whose parts cannot be moved one by one: set"
+                " rollout.offload_optimizer to false"
+            )
         host = self._buffers.get(key)
         if host is None:
             host = self._buffers[key] = torch.empty_like(tensor, device="cpu", pin_memory=_local(tensor).is_cuda)

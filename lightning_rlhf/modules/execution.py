@@ -94,9 +94,7 @@ def _recomputed_but_attention(self: nn.Module, *args: Any, **kwargs: Any) -> Any
     forward = partial(type(self).forward, self, **kwargs)
     if not (self.training and torch.is_grad_enabled()):
         return forward(*args)
-    return checkpoint(
-        forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_attention_contexts
-    )
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_attention_contexts)
 
 
 def _attention_contexts() -> Any:
@@ -215,6 +213,7 @@ class HostActivations:
 
     def __init__(self, device: torch.device) -> None:
         self.moved_bytes = 0
+        self._kind = device.type
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last: weakref.ref[_Saved] | None = None
 
@@ -231,11 +230,11 @@ class HostActivations:
             with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, saved, kept), self._unpack):
                 return inner(*args, **kwargs)
 
-        layer.forward = forward  # type: ignore[method-assign]
+        layer.forward = forward
 
     def _pack(self, saved: _Saved, kept: set[int], tensor: Tensor) -> Tensor | tuple[_Saved, int]:
         size = tensor.numel() * tensor.element_size()
-        if size < self.smallest or tensor.untyped_storage().data_ptr() in kept:
+        if size < self.smallest or tensor.device.type != self._kind or tensor.untyped_storage().data_ptr() in kept:
             return tensor
         host = self._to_host(tensor)
         if host.stride() != tensor.stride():  # compiled code relies on the strides of what it saved
@@ -260,7 +259,7 @@ class HostActivations:
             return packed
         saved, index = packed
         self._call_back(saved)
-        before = saved.before and saved.before()
+        before = saved.before() if saved.before is not None else None
         if before is not None:
             self._call_back(before)
         if saved.ready is not None:
@@ -289,4 +288,3 @@ class _Saved:
         self.host: list[Tensor] = []
         self.back: list[Tensor] = []
         self.ready: torch.cuda.Event | None = None
-

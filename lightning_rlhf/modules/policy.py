@@ -49,7 +49,8 @@ class _PackedModel(nn.Module):
     def layers(self) -> list[nn.Module]:
         """The decoder layers: transformers names the modules that must not be split."""
         names = set(getattr(self.model, "_no_split_modules", None) or ())
-        return [m for m in self.backbone.modules() if type(m).__name__ in names]
+        # by base classes too: a sharded layer is of a class that FSDP2 derives from its own
+        return [m for m in self.backbone.modules() if names & {kind.__name__ for kind in type(m).__mro__}]
 
     def hidden_rows(self, packed: Packed) -> Float[Tensor, "R h"]:
         """Final hidden states at this rank's response positions."""

@@ -51,7 +51,9 @@ class ModelSettings:
                 f" got {self.gradient_checkpointing!r}"
             )
         if self.tiled_mlp is not None and self.tiled_mlp < 1:
-            raise ValueError(f"model.tiled_mlp must be at least 1 token, or null to switch it off, got {self.tiled_mlp}")
+            raise ValueError(
+                f"model.tiled_mlp must be at least 1 token, or null to switch it off, got {self.tiled_mlp}"
+            )
         if self.tiled_mlp is not None and self.compile:
             raise ValueError(
                 "model.tiled_mlp and model.compile exclude each other (a compiled layer would be specialised on each number"
@@ -64,7 +66,7 @@ class ModelSettings:
     def recomputed(self) -> str:
         """`gradient_checkpointing` with true and false by their names."""
         named = {True: "full", False: "off"}
-        return named.get(self.gradient_checkpointing, self.gradient_checkpointing)  # type: ignore[arg-type,return-value]
+        return named.get(self.gradient_checkpointing, self.gradient_checkpointing)  # type: ignore[arg-type]
 
     @cached_property
     def path(self) -> str:
