@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from types import MethodType
 from typing import Any
 
@@ -53,7 +53,16 @@ def apply_execution(
         model: the transformers model.
         layers: its decoder layers, in order.
         trained: False for a model that never runs backward: nothing is saved, so nothing is recomputed or offloaded.
+
+    Raises:
+        NotImplementedError: the model does not say what its layers are, or has no MLP that can be tiled.
     """
+    per_layer = [settings.tiled_mlp, settings.recomputed != "off", settings.compile, settings.offload_activations]
+    if any(per_layer) and not layers:
+        raise NotImplementedError(
+            f"{type(model).__name__} does not name its layers (_no_split_modules): gradient_checkpointing, tiled_mlp, compile"
+            " and offload_activations of model cannot be used"
+        )
     if settings.liger:
         _use_liger(model)
     if settings.tiled_mlp is not None:
@@ -107,9 +116,12 @@ operators that flash-attn registers."""
 
 
 def _keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    name = str(op)
-    kept = any(part in name for part in _KEPT) and "backward" not in name
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if _is_kept(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@cache
+def _is_kept(op: Any) -> bool:
+    return any(part in str(op) for part in _KEPT) and "backward" not in str(op)
 
 
 # -- tiled MLP ---------------------------------------------------------------------------------------------------------
