@@ -52,17 +52,20 @@ def folder(tmp_path_factory) -> str:
 
 
 class Ops(TorchDispatchMode):
-    """Counts operators by name, notes the rows that an MLP has at once and what all-gathers carry."""
+    """Counts operators by name; notes the order of all-gathers (g) and attention calls (a), what all-gathers carry, and the
+    rows that an MLP has at once."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count: Counter[str] = Counter()
+        self.order = ""
         self.wide_rows = 0
         self.gathered: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().split("::")[1].removesuffix(".default")
         self.count[name] += 1
+        self.order += {GATHER: "g", SDPA: "a"}.get(name, "")
         if name == GATHER:
             self.gathered.add(args[1].dtype)
         out = func(*args, **(kwargs or {}))
@@ -295,7 +298,7 @@ def test_compiled_layers_run_streams_of_any_length_on_two_graphs(options, folder
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore")  # torch's code generator about itself
 @pytest.mark.usefixtures("dynamo")
 def test_compiled_code_equals_eager_code(folder):
     strategy = strategy_of(1)
@@ -412,7 +415,10 @@ SHARDINGS: dict[str, dict[str, Any]] = {
 
 
 def trained(folder: str, options: dict[str, Any], host: HostMemory | None = None, steps: int = 2) -> tuple:
-    """Adam steps of two micro-batches each through the strategy: (all-gathers, parameters); all offloaded in between."""
+    """Adam steps of two micro-batches each through the strategy, with ``host`` all is offloaded in between.
+
+    Returns (all-gathers, parameters, order of all-gathers and attention calls).
+    """
     strategy, module = FSDPUlyssesStrategy(**options), pl.LightningModule()
     module.trainer = pl.Trainer(barebones=True, accelerator="cpu", devices=2, strategy=strategy)
     strategy.connect(module)
@@ -437,7 +443,7 @@ def trained(folder: str, options: dict[str, Any], host: HostMemory | None = None
                 host.reload([actor], [optimizer], torch.device("cpu"))
                 assert not host.in_use
                 assert identity == [id(p) for p in actor.parameters()]
-    return ops.count[GATHER], [p.full_tensor().detach() for p in actor.parameters()]
+    return ops.count[GATHER], [p.full_tensor().detach() for p in actor.parameters()], ops.order
 
 
 def on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
@@ -490,6 +496,11 @@ def test_parameters_that_stay_gathered_are_gathered_once_per_step(two_ranks):
     assert gathers["kept"] == 2 * (LAYERS + 3)
     assert gathers["plain"] > 3 * gathers["kept"]
     assert gathers["prefetch"] == gathers["plain"] < gathers["freed"]
+
+
+def test_prefetched_layers_are_gathered_before_the_layer_that_computes(two_ranks):
+    ahead = {name: two_ranks[0][name][2].index("a") for name in ("plain", "prefetch")}
+    assert ahead["prefetch"] == ahead["plain"] + 2
 
 
 def test_float32_masters_are_gathered_as_bfloat16(two_ranks):
