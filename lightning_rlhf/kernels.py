@@ -84,9 +84,13 @@ def padded_kernel(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_lengt
     lengths = cu_seqlens.diff()
     rows = len(lengths) * max_length
     explicit = features.softcap is not None or features.sinks is not None
-    if not features.causal or explicit or rows > 2 * len(q):
+    wasteful = not torch.compiler.is_compiling() and rows > 2 * len(q)  # a loop over sequences has no graph
+    if not features.causal or explicit or wasteful:
         return reference_kernel(q, k, v, cu_seqlens, max_length, features)
-    taken = (torch.arange(max_length, device=q.device) < lengths[:, None]).flatten().nonzero().squeeze(-1)
+    # token of sequence `i`, which begins at `cu_seqlens[i]`, to row i·max_length
+    tokens = torch.arange(len(q), device=q.device)
+    i = torch.searchsorted(cu_seqlens[1:], tokens, right=True)
+    taken = tokens - cu_seqlens[i] + i * max_length
 
     def pad(t: Tensor) -> Tensor:
         padded = t.new_zeros(rows, *t.shape[1:]).index_copy(0, taken, t)

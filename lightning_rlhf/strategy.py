@@ -12,6 +12,7 @@ LightningModule (hooks of a sharded LightningModule would never fire: Lightning 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -98,6 +99,10 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         data_parallel_replicate: replicas of the sharded model (hybrid sharding); 1 shards over all ranks.
         process_group_backend: default "cpu:gloo,cuda:nccl" on CUDA and "gloo" on CPU.
         timeout_minutes: of collectives; a rollout may keep ranks waiting for the slowest.
+        prefetch: layers that are gathered ahead of the one that computes; 0 leaves it to FSDP2 (one, in backward).
+        reshard_after_forward: false keeps the gathered parameters of trained models until the optimizer's step: one all-gather
+            per step instead of two per micro-batch, for the memory of the whole model in the compute dtype; true frees the
+            root's (embedding, head) too after forward; null frees all but the root's.
 
     Raises:
         ValueError: the world size is not a multiple of ``sequence_parallel_size * data_parallel_replicate``.
@@ -109,7 +114,11 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         data_parallel_replicate: int = 1,
         process_group_backend: str | None = None,
         timeout_minutes: float = 30.0,
+        prefetch: int = 0,
+        reshard_after_forward: bool | None = None,
     ) -> None:
+        if prefetch < 0:
+            raise ValueError(f"trainer.strategy.prefetch must be 0 (FSDP2's own) or positive, got {prefetch}")
         for name, value in (
             ("sequence_parallel_size", sequence_parallel_size),
             ("data_parallel_replicate", data_parallel_replicate),
@@ -119,6 +128,7 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         super().__init__(process_group_backend=process_group_backend, timeout=timedelta(minutes=timeout_minutes))
         self.sequence_parallel_size = sequence_parallel_size
         self.data_parallel_replicate = data_parallel_replicate
+        self.prefetch, self.reshard_after_forward = prefetch, reshard_after_forward
         self._data_mesh: DeviceMesh | None = None
 
     # -- meshes ------------------------------------------------------------------------------------
@@ -233,32 +243,52 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
 
     # -- sharding and loading ----------------------------------------------------------------------
 
-    def shard(self, root: nn.Module, units: list[nn.Module], frozen: bool = False) -> None:
+    def shard(self, root: nn.Module, units: list[nn.Module], frozen: bool = False, on_host: bool = False) -> None:
         """Make ``root`` an FSDP2 root with ``units`` (decoder layers, an untied head, a value head) as groups of their own.
 
         Everything in one unit that trains must have one dtype. A frozen root keeps its own dtype and is gathered layer by
         layer; a float32 unit inside a bf16-mixed root can be sharded beforehand with its own policy (`shard_float32`).
+        With ``on_host`` the shards live in host memory, pinned on CUDA, and travel to the device when they are gathered.
         """
-        policy = MixedPrecisionPolicy() if frozen else self.precision_plugin.policy
+        options: dict[str, Any] = {"mesh": self.device_mesh}
+        options["mp_policy"] = MixedPrecisionPolicy() if frozen else self.precision_plugin.policy
+        if on_host:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
+        reshard = True if frozen else self.reshard_after_forward
         for unit in units:
-            fully_shard(unit, mesh=self.device_mesh, mp_policy=policy)
-        fully_shard(root, mesh=self.device_mesh, mp_policy=policy, reshard_after_forward=True if frozen else None)
+            fully_shard(unit, **options, reshard_after_forward=True if reshard is None else reshard)
+        fully_shard(root, **options, reshard_after_forward=reshard)
+        self._prefetch([unit for unit in units if not isinstance(unit, nn.Linear | nn.Embedding)])
         if self.root_device.type == "cpu":  # gloo cannot average
             for module in root.modules():
                 if isinstance(module, FSDPModule):
                     module.set_force_sum_reduction_for_comms(True)
         if frozen:
             root.requires_grad_(False)
+        elif reshard is False:
+            root.set_reshard_after_backward(False)  # type: ignore[operator]
+
+    def _prefetch(self, layers: list[nn.Module]) -> None:
+        """Gather the next ``prefetch`` layers, in either direction, while one computes."""
+        ahead = self.prefetch
+        for i, layer in enumerate(layers if ahead else []):
+            assert isinstance(layer, FSDPModule)
+            layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + ahead])  # type: ignore[arg-type]
+            layer.set_modules_to_backward_prefetch(layers[max(0, i - ahead) : i][::-1])  # type: ignore[arg-type]
 
     def shard_float32(self, unit: nn.Module) -> None:
         """A unit that computes in float32 whatever the precision: its inputs are cast up."""
         policy = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.float32)
         fully_shard(unit, mesh=self.device_mesh, mp_policy=policy)
 
-    def materialize(self, root: nn.Module) -> None:
-        """Allocate a sharded root whose parameters are on the meta device; the values are undefined until loaded."""
+    def materialize(self, root: nn.Module, on_host: bool = False) -> None:
+        """Allocate a sharded root whose parameters are on the meta device; the values are undefined until loaded.
+
+        ``on_host`` as in `shard`; buffers go to the device in either case.
+        """
         device = self.root_device
-        root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+        home = torch.device("cpu") if on_host else device
+        root._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(device))
 
     @staticmethod
     def reshard(root: nn.Module) -> None:
@@ -266,6 +296,14 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         for module in root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        if self.reshard_after_forward is False:  # what is still gathered is of before the step
+            assert self.model is not None
+            self.reshard(self.model)
+        return result
 
     # -- checkpoints: a DCP folder, local or remote; parameters without gradient are left out ------
 

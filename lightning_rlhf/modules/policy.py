@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lightning_rlhf.modules.execution import apply_execution, bucketed, check_execution
 from lightning_rlhf.modules.head import LogProbHead
 from lightning_rlhf.modules.loading import load_pretrained, meta_parameters
 from lightning_rlhf.modules.settings import ModelSettings
@@ -36,12 +37,14 @@ if TYPE_CHECKING:
 class _PackedModel(nn.Module):
     """A transformers causal LM (or its backbone) over packed, sequence-sharded streams that are on its device."""
 
-    def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, kernel: str) -> None:
+    def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, settings: ModelSettings) -> None:
         super().__init__()
+        check_execution(settings, strategy.root_device, model.config)
         self.model = model
+        self._compiled = settings.compile
         self._group = strategy.sp_group
         dtype = model.dtype if model.dtype != torch.float32 else strategy.precision_plugin.compute_dtype
-        self.attention = use_packed_attention(model, kernel, strategy.root_device, self._group, dtype)  # type: ignore[arg-type]
+        self.attention = use_packed_attention(model, settings.attention, strategy.root_device, self._group, dtype)  # type: ignore[arg-type]
         self._position_limit = position_limit(model.config)
 
     @property
@@ -56,7 +59,8 @@ class _PackedModel(nn.Module):
     def layers(self) -> list[nn.Module]:
         """The decoder layers: transformers names the modules that must not be split, or they are the first list of modules."""
         names = set(getattr(self.model, "_no_split_modules", None) or ())
-        named = [m for m in self.backbone.modules() if type(m).__name__ in names]
+        # by base classes too: a sharded layer is of a class that FSDP2 derives from its own
+        named = [m for m in self.backbone.modules() if names & {kind.__name__ for kind in type(m).__mro__}]
         return named or next((list(m) for m in self.backbone.modules() if isinstance(m, nn.ModuleList)), [])
 
     def inputs(self, packed: Packed) -> dict[str, Any]:
@@ -71,14 +75,15 @@ class _PackedModel(nn.Module):
                 " embeddings depend on what is packed together: lower data.max_prompt_length or"
                 " rollout.sampling.max_completion_length"
             )
+        longest = bucketed(packed.max_length) if self._compiled else packed.max_length
         return {
             "input_ids": shard_sequence(packed.input_ids, self._group)[None],
             "position_ids": shard_sequence(packed.position_ids, self._group)[None],
             "use_cache": False,
             "cu_seq_lens_q": packed.cu_seqlens,
             "cu_seq_lens_k": packed.cu_seqlens,
-            "max_length_q": packed.max_length,
-            "max_length_k": packed.max_length,
+            "max_length_q": longest,
+            "max_length_k": longest,
         }
 
     def hidden_rows(self, packed: Packed) -> Float[Tensor, "R h"]:
@@ -99,8 +104,8 @@ class Policy(_PackedModel):
     distributions (0 without ``with_entropy``), float32, (b, T).
     """
 
-    def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, kernel: str = "auto") -> None:
-        super().__init__(model, strategy, kernel)
+    def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, settings: ModelSettings) -> None:
+        super().__init__(model, strategy, settings)
         self._head = [LogProbHead.replace(model)]  # in a list: it is a submodule of the model already
 
     def forward(self, packed: Packed, temperature: float, with_entropy: bool = False) -> tuple[Tensor, Tensor]:
@@ -132,8 +137,8 @@ class Critic(_PackedModel):
     The head is float32 with float32 output: bfloat16 steps near 1 are 0.008, coarser than the advantages.
     """
 
-    def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, kernel: str = "auto") -> None:
-        super().__init__(model, strategy, kernel)
+    def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, settings: ModelSettings) -> None:
+        super().__init__(model, strategy, settings)
         self.value_head = nn.Linear(self.hidden_size, 1, dtype=torch.float32)
 
     @property
@@ -164,10 +169,10 @@ def build_policy(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, froz
     """The actor, or with ``frozen`` a reference in bfloat16 without gradients."""
     policy = _policy_on_meta(settings, strategy, frozen=frozen)
     model = policy.model
-    if settings.gradient_checkpointing and not frozen:
-        _checkpoint_layers(model)
-    strategy.shard(policy, policy.units, frozen=frozen)
-    strategy.materialize(policy)
+    apply_execution(model, policy.layers, settings, strategy.root_device, trained=not frozen)
+    on_host = frozen and settings.offload_reference
+    strategy.shard(policy, policy.units, frozen=frozen, on_host=on_host)
+    strategy.materialize(policy, on_host=on_host)
     model.tie_weights()  # type: ignore[operator]  # allocating visits each name on its own
     load_pretrained(policy, settings, strategy, lambda name: name.removeprefix("model."))
     policy.train(not frozen)
@@ -180,10 +185,9 @@ def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> Crit
     """A critic whose backbone starts from ``settings.path`` and whose values start at 0."""
     with meta_parameters():
         causal = _causal_lm(settings, strategy.precision_plugin.param_dtype)
-        critic = Critic(causal.base_model, strategy, settings.attention)  # type: ignore[arg-type]
+        critic = Critic(causal.base_model, strategy, settings)  # type: ignore[arg-type]
     prefix = f"{causal.base_model_prefix}."
-    if settings.gradient_checkpointing:
-        _checkpoint_layers(critic.model)
+    apply_execution(critic.model, critic.layers, settings, strategy.root_device, trained=True)
     strategy.shard_float32(critic.value_head)
     strategy.shard(critic, critic.units)
     strategy.materialize(critic)
@@ -199,7 +203,7 @@ def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> Crit
 def _policy_on_meta(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, frozen: bool) -> Policy:
     dtype = torch.bfloat16 if frozen else strategy.precision_plugin.param_dtype
     with meta_parameters():
-        return Policy(_causal_lm(settings, dtype), strategy, settings.attention)
+        return Policy(_causal_lm(settings, dtype), strategy, settings)
 
 
 def _causal_lm(settings: ModelSettings, dtype: torch.dtype) -> nn.Module:
@@ -217,7 +221,3 @@ def _causal_lm(settings: ModelSettings, dtype: torch.dtype) -> nn.Module:
             module.p = 0.0
     model.tie_weights()
     return model
-
-
-def _checkpoint_layers(model: nn.Module) -> None:
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
