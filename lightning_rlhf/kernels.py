@@ -81,9 +81,8 @@ def padded_kernel(
     if not causal or softcap is not None or sinks is not None or wasteful:
         features: dict[str, Any] = {"causal": causal, "scale": scale, "window": window}
         return reference_kernel(q, k, v, cu_seqlens, max_length, softcap=softcap, sinks=sinks, **features)
-    tokens = torch.arange(
-        len(q), device=q.device
-    )  # of sequence `i`, which begins at `cu_seqlens[i]`, to row i·max_length
+    # token t of sequence i, which begins at cu_seqlens[i], goes to row i·max_length
+    tokens = torch.arange(len(q), device=q.device, dtype=cu_seqlens.dtype)
     i = torch.searchsorted(cu_seqlens[1:], tokens, right=True)
     taken = tokens - cu_seqlens[i] + i * max_length
 
