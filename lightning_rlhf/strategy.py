@@ -101,8 +101,8 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         timeout_minutes: of collectives; a rollout may keep ranks waiting for the slowest.
         prefetch: layers that are gathered ahead of the one that computes; 0 leaves it to FSDP2 (one, in backward).
         reshard_after_forward: false keeps the gathered parameters of trained models until the optimizer's step: one all-gather
-            per step instead of two per micro-batch, for the memory of the whole model in the compute dtype; true frees the
-            root's (embedding, head) too after forward; null frees all but the root's.
+            per step instead of two per micro-batch, for the memory of the whole model in the compute dtype; true frees a tied
+            embedding too after forward; null frees all but that.
 
     Raises:
         ValueError: the world size is not a multiple of ``sequence_parallel_size * data_parallel_replicate``.

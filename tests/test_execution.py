@@ -314,6 +314,18 @@ def test_compiled_code_equals_eager_code(folder):
     assert graphs() <= 4
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.slow
+def test_experts_are_compiled_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    folder, strategy = save("mixture", tmp_path), strategy_of(1)
+    plain, compiled = [
+        gradients(build_policy(ModelSettings(folder, compile=on), strategy), stream(12, 7)) for on in (False, True)
+    ]
+    assert_close(compiled, plain, 1e-5)
+
+
 def compiled_on_two_ranks(rank: int, folder: str) -> tuple[int, Any, Any]:
     torch.compile = partial(torch.compile, backend="aot_eager")
     strategy = strategy_of(2, sequence_parallel_size=2)

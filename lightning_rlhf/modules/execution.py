@@ -71,7 +71,7 @@ def apply_execution(
     if trained:
         _recompute(layers, settings.recomputed)
     if settings.compile:
-        _compile(layers, settings.attention)
+        _compile(layers, fullgraph=_is_traceable(model, settings.attention))
     if trained and settings.offload_activations:
         host = HostActivations(device)
         for layer in layers:
@@ -157,7 +157,7 @@ def _tile_mlp(layer: nn.Module, tokens: int) -> None:
 # -- compilation -------------------------------------------------------------------------------------------------------
 
 
-def _compile(layers: list[nn.Module], attention: str) -> None:
+def _compile(layers: list[nn.Module], fullgraph: bool) -> None:
     """`torch.compile` of each layer's forward with the number of tokens and of sequences as symbols.
 
     All layers share dynamo's cache, so streams of any length run one graph per kind of pass (with and without gradients,
@@ -165,9 +165,17 @@ def _compile(layers: list[nn.Module], attention: str) -> None:
     may be more than dynamo's default of 8.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
-    whole = attention in ("auto", "torch", "padded")  # the others read lengths on the host or call foreign extensions
     for layer in layers:
-        layer.forward = _along_stream(torch.compile(layer.forward, fullgraph=whole))
+        layer.forward = _along_stream(torch.compile(layer.forward, fullgraph=fullgraph))
+
+
+def _is_traceable(model: nn.Module, attention: str) -> bool:
+    """Whether a layer is one graph for sure. Routing to experts depends on data; soft-capping and sinks take the reference
+    kernel, which reads lengths on the host; other kernels are foreign extensions: there the graph may be cut in pieces."""
+    names = [name for name, _ in model.named_parameters()]
+    softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)  # type: ignore[union-attr,operator]
+    own = attention in ("auto", "torch", "padded")
+    return own and softcap is None and not any("experts" in name or "sinks" in name for name in names)
 
 
 def _along_stream(compiled: Callable[..., Any]) -> Callable[..., Any]:
