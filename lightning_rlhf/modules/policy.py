@@ -9,6 +9,7 @@ sharded, allocated, and every rank reads its own slices of the safetensors.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 
 from lightning_rlhf.modules.head import LogProbHead
 from lightning_rlhf.modules.loading import load_pretrained, meta_parameters
-from lightning_rlhf.modules.settings import ModelSettings
+from lightning_rlhf.modules.lora import Adapter, hf_name
+from lightning_rlhf.modules.settings import LoRA, ModelSettings
 from lightning_rlhf.packing import Packed
 from lightning_rlhf.ulysses import check_packable, gather_sequence, group_size, shard_sequence, use_packed_attention
 
@@ -31,6 +33,7 @@ class _PackedModel(nn.Module):
     def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, kernel: str) -> None:
         super().__init__()
         self.model = model
+        self.adapter: Adapter | None = None
         self._group = strategy.sp_group
         dtype = model.dtype if model.dtype != torch.float32 else strategy.precision_plugin.compute_dtype
         use_packed_attention(model, kernel, strategy.root_device, self._group, dtype)  # type: ignore[arg-type]
@@ -78,22 +81,29 @@ class Policy(_PackedModel):
 
     def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, kernel: str = "auto") -> None:
         super().__init__(model, strategy, kernel)
-        self._head = [LogProbHead.replace(model)]  # in a list: it is a submodule of the model already
+        LogProbHead.replace(model)
+
+    @property
+    def head(self) -> nn.Module:
+        return self.model.get_output_embeddings()  # type: ignore[operator]
 
     def forward(self, packed: Packed, temperature: float, with_entropy: bool = False) -> tuple[Tensor, Tensor]:
         labels = shard_sequence(packed.labels, self._group).index_select(0, packed.rows)
-        log_probs, entropy = self._head[0](self.hidden_rows(packed), labels, temperature, with_entropy)
+        log_probs, entropy = self.head(self.hidden_rows(packed), labels, temperature, with_entropy)
         return self.align(log_probs, packed), self.align(entropy, packed)
 
-    def hf_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(transformers name, shard) pairs; a tied parameter comes under each of its names."""
-        yield from self.model.named_parameters(remove_duplicate=False)
+    def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(transformers name, shard) pairs, an adapter merged; a tied parameter comes under each of its names."""
+        if self.adapter is not None:
+            yield from self.adapter.merged()
+        else:
+            yield from self.model.named_parameters(remove_duplicate=False)
 
     @property
     def units(self) -> list[nn.Module]:
         """FSDP groups besides the root; a tied embedding stays in the root's."""
         embedding = self.model.get_input_embeddings()  # type: ignore[operator]
-        untied = [] if self._head[0].weight is embedding.weight else [self._head[0], embedding]
+        untied = [] if self.head.weight is embedding.weight else [self.head, embedding]
         return self.layers + untied
 
 
@@ -119,37 +129,69 @@ class Critic(_PackedModel):
         return self.layers
 
 
-def build_policy(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, frozen: bool = False) -> Policy:
-    """The actor, or with ``frozen`` a reference in bfloat16 without gradients."""
-    dtype = torch.bfloat16 if frozen else strategy.precision_plugin.param_dtype
+def build_policy(
+    settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, frozen: bool = False, seed: int = 0
+) -> Policy:
+    """The actor, or with ``frozen`` a reference in bfloat16 without gradients; ``seed`` is of new adapters."""
+    dtype = torch.bfloat16 if frozen else _stored_dtype(settings, strategy)
     with meta_parameters():
         model = _causal_lm(settings, dtype, strategy)
-    policy = Policy(model, strategy, settings.attention)
+        policy = Policy(model, strategy, settings.attention)
+        if settings.lora is not None and not frozen:
+            policy.adapter = Adapter(model, settings.lora, strategy.precision_plugin.param_dtype, settings.source)
     if settings.gradient_checkpointing and not frozen:
         _checkpoint_layers(model)
     strategy.shard(policy, policy.units, frozen=frozen)
     strategy.materialize(policy)
     model.tie_weights()  # type: ignore[operator]  # allocating visits each name on its own
-    load_pretrained(policy, settings, strategy, lambda name: name.removeprefix("model."))
+    load_pretrained(policy, settings, strategy, lambda name: hf_name(name.removeprefix("model.")), _added(policy))
+    if policy.adapter is not None:
+        policy.adapter.start(seed)
     return policy.eval() if frozen else policy.train()
 
 
-def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> Critic:
-    """A critic whose backbone starts from ``settings.path`` and whose values start at 0."""
+def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, seed: int = 0) -> Critic:
+    """A critic whose backbone starts from ``settings.path`` and whose values start at 0.
+
+    With LoRA the backbone is frozen and has an adapter of its own, which starts anew; the value head is trained as ever.
+    """
     with meta_parameters():
-        causal = _causal_lm(settings, strategy.precision_plugin.param_dtype, strategy)
+        causal = _causal_lm(settings, _stored_dtype(settings, strategy), strategy)
         critic = Critic(causal.base_model, strategy, settings.attention)  # type: ignore[arg-type]
+        if settings.lora is not None:
+            critic.adapter = _critic_adapter(causal, settings.lora, strategy.precision_plugin.param_dtype)
     prefix = f"{causal.base_model_prefix}."
     if settings.gradient_checkpointing:
         _checkpoint_layers(critic.model)
     strategy.shard_float32(critic.value_head)
     strategy.shard(critic, critic.units)
     strategy.materialize(critic)
-    load_pretrained(critic, settings, strategy, lambda name: prefix + name.removeprefix("model."), ("value_head.",))
+    skip = ("value_head.", *_added(critic))
+    load_pretrained(critic, settings, strategy, lambda name: prefix + hf_name(name.removeprefix("model.")), skip)
+    if critic.adapter is not None:
+        critic.adapter.start(seed)
     with torch.no_grad():
         for parameter in critic.value_head.parameters():
             parameter.zero_()
     return critic.train()
+
+
+def _stored_dtype(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> torch.dtype:
+    """Of a trained model's parameters; a frozen base needs no more digits than are computed with."""
+    precision = strategy.precision_plugin
+    return precision.param_dtype if settings.lora is None else precision.compute_dtype
+
+
+def _critic_adapter(causal: nn.Module, lora: LoRA, dtype: torch.dtype) -> Adapter:
+    """Like the policy's, without what only the language-model head has."""
+    head = next(name for name, module in causal.named_modules() if module is causal.get_output_embeddings())  # type: ignore[operator]
+    saved = [name for name in lora.modules_to_save or () if not f".{head}".endswith(f".{name}")]
+    return Adapter(causal.base_model, replace(lora, modules_to_save=saved or None, adapter=None), dtype)  # type: ignore[arg-type]
+
+
+def _added(root: _PackedModel) -> tuple[str, ...]:
+    """Names of the parameters that no checkpoint of the base has."""
+    return () if root.adapter is None else tuple(f"model.{name}" for name, _ in root.adapter.named_parameters())
 
 
 def _causal_lm(settings: ModelSettings, dtype: torch.dtype, strategy: FSDPUlyssesStrategy) -> nn.Module:
@@ -157,6 +199,11 @@ def _causal_lm(settings: ModelSettings, dtype: torch.dtype, strategy: FSDPUlysse
 
     config = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
     check_packable(config, strategy.sequence_parallel_size)
+    if settings.lora is not None and getattr(config, "quantization_config", None):
+        raise NotImplementedError(
+            "model.lora: the weights of model.model are quantised, their shards cannot be trained on (QLoRA): use the same"
+            " model in bfloat16"
+        )
     for holder in {id(c): c for c in (config, config.get_text_config())}.values():
         if getattr(holder, "output_router_logits", False):
             raise NotImplementedError(
