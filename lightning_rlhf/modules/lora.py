@@ -47,10 +47,8 @@ class Adapter:
         from transformers.pytorch_utils import Conv1D
 
         _check_names(model, lora)
-        head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
-        tied = head is not None and head.weight is embeddings.weight
         config = lora.config(source)
-        config.task_type = None if head is None else "CAUSAL_LM"
+        config.task_type = None if model.get_output_embeddings() is None else "CAUSAL_LM"  # type: ignore[operator]
         config.fan_in_fan_out = any(isinstance(module, Conv1D) for module in model.modules())
         self.model, self.lora = model, lora
         with warnings.catch_warnings():
@@ -60,12 +58,6 @@ class Adapter:
             self.peft: Any = get_peft_model(model, config, autocast_adapter_dtype=False)
         self.layers = _layers(model)
         self.copies = [m for m in model.modules() if isinstance(m, ModulesToSaveWrapper)]
-        ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
-        if tied and any(copy is end for copy in self.copies for end in ends):
-            raise ValueError(
-                "model.lora.modules_to_save: the model's head is tied to its embeddings, a copy of one of them would untie"
-                " them: leave both out"
-            )
         for _, parameter in self.named_parameters():
             parameter.data = parameter.data.to(dtype)
 
@@ -175,12 +167,7 @@ def _layers(model: nn.Module) -> list[Any]:
     from peft.tuners.lora import Linear, LoraLayer
 
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-    outer = [m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if isinstance(m, LoraLayer)]  # type: ignore[operator]
     for name, layer in layers.items():
-        if any(layer is module for module in outer):
-            raise NotImplementedError(
-                f"model.lora.target_modules: {name} cannot have an adapter, name it in model.lora.modules_to_save instead"
-            )
         if type(layer) is not Linear:
             raise NotImplementedError(
                 f"model.lora.target_modules: {name} is no linear layer ({type(layer.get_base_layer()).__name__}): name"
@@ -190,16 +177,31 @@ def _layers(model: nn.Module) -> list[Any]:
 
 
 def _check_names(model: nn.Module, lora: LoRA) -> None:
-    """peft ignores names that match nothing as long as one does."""
-    names = [name for name, _ in model.named_modules()]
+    """Names that match nothing, which peft passes over, and what would not be what it was any more."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
+    ends = [name for name, module in model.named_modules() if module is head or module is embeddings]
     targets = [] if lora.target_modules == "all-linear" else lora.target_modules
     for key, wanted in (("target_modules", targets), ("modules_to_save", lora.modules_to_save or [])):
-        lost = [w for w in wanted if not any(name == w or name.endswith(f".{w}") for name in names)]
+        lost = [w for w in wanted if not any(_is_called(name, w) for name, _ in model.named_modules())]
         if lost:
             linear = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
             raise ValueError(
                 f"model.lora.{key}: no module is called {', '.join(lost)}; linear layers: {', '.join(sorted(linear))}"
             )
+    tied = head is not None and head.weight is embeddings.weight
+    if tied and any(_is_called(end, w) for end in ends for w in lora.modules_to_save or ()):
+        raise ValueError(
+            "model.lora.modules_to_save: the model's head is tied to its embeddings, a copy of one of them would untie"
+            " them: leave both out"
+        )
+    for end in ends:
+        if any(_is_called(end, w) for w in targets):
+            remedy = "leave it out" if tied else "name it in model.lora.modules_to_save instead"
+            raise ValueError(f"model.lora.target_modules: {end} cannot have an adapter, {remedy}")
+
+
+def _is_called(name: str, wanted: str) -> bool:
+    return f".{name}".endswith(f".{wanted}")
 
 
 def _peft_name(name: str) -> str:

@@ -184,9 +184,10 @@ def _stored_dtype(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> tor
 
 def _critic_adapter(causal: nn.Module, lora: LoRA, dtype: torch.dtype) -> Adapter:
     """Like the policy's, without what only the language-model head has."""
-    head = next(name for name, module in causal.named_modules() if module is causal.get_output_embeddings())  # type: ignore[operator]
-    saved = [name for name in lora.modules_to_save or () if not f".{head}".endswith(f".{name}")]
-    return Adapter(causal.base_model, replace(lora, modules_to_save=saved or None, adapter=None), dtype)  # type: ignore[arg-type]
+    backbone: nn.Module = causal.base_model  # type: ignore[assignment]
+    inside = {part for name, _ in backbone.named_modules() for part in name.split(".")}
+    saved = [name for name in lora.modules_to_save or () if name.rpartition(".")[2] in inside]
+    return Adapter(backbone, replace(lora, modules_to_save=saved or None, adapter=None), dtype)
 
 
 def _added(root: _PackedModel) -> tuple[str, ...]:
