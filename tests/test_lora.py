@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model
 from test_policy import CONFIGS, PROMPTS, save, sequences, strategy_of
+from test_runs import QUIET, assert_equal_runs, run
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import distribute_tensor
 from toys import TINY_MODULE, even_tokens, fit, spawn
@@ -100,6 +102,14 @@ def study_one(folder: str, lora: LoRA, strategy: FSDPUlyssesStrategy, ranks: int
     with torch.no_grad(), actor.adapter.disabled():
         found["reference"] = torch.equal(actor(packed, 0.7)[0], base)
     strategy.reshard(actor)
+    written = Path(f"{folder}-{strategy.sequence_parallel_size}-{strategy.data_parallel_replicate}-adapter")
+    tensors = full(actor.adapter.named_parameters())
+    if strategy.is_global_zero:
+        actor.adapter.save(written, tensors)
+    strategy.barrier()
+    again = build_policy(ModelSettings(folder, lora=replace(lora, adapter=str(written))), strategy)
+    held = dict(actor.named_parameters())
+    found["reloaded"] = all(torch.equal(p.to_local(), held[n].to_local()) for n, p in again.named_parameters())
     found["trained"] = sorted(n for n, p in actor.named_parameters() if p.requires_grad)
     before = {n: p.detach().to_local().clone() for n, p in actor.named_parameters()}
     found["merged"] = {n: t.clone() for n, t in gather(actor.hf_named_parameters(), None, bucket_bytes=2048)}
@@ -226,6 +236,10 @@ def test_engines_get_what_peft_merges_and_the_trainer_keeps_what_it_has(studied)
             for n, tensor in own["merged"].items():
                 torch.testing.assert_close(tensor, merged[n].detach(), rtol=1e-5, atol=1e-6)
             assert len(own["sums"]) == 1  # tied names stay together however small the buckets are
+
+
+def test_an_adapter_that_was_written_starts_again_on_any_number_of_ranks(studied):
+    assert all(own["reloaded"] for rank in studied[1] for own in rank.values())
 
 
 def bf16_actor(folder: str, lora: LoRA) -> tuple[Policy, FSDPUlyssesStrategy]:
@@ -445,6 +459,17 @@ def test_a_run_starts_from_an_adapter(exported, tmp_path):
     fit(after, tmp_path, 1, callbacks=[Look()], num_generations=2)
     assert started.keys() == held["adapter"].keys()
     assert all(torch.equal(started[n], tensor) for n, tensor in held["adapter"].items())
+
+
+@pytest.mark.slow
+def test_a_run_does_not_depend_on_how_it_is_split(tmp_path):
+    lora = ["--model.lora={r: 4}", "--rollout.log_probs_every=1", "--rollout.verify_sync_every=1", *QUIET]
+    one = run(tmp_path / "one", "tiny_ppo.yaml", *lora)
+    assert all(row["rollout/checksum_ok"] == 1.0 and row["rollout/logprob_diff_max"] < 1e-4 for row in one)
+    for strategy in ("data_parallel_replicate=1", "sequence_parallel_size=2"):
+        two = run(tmp_path / strategy, "tiny_ppo.yaml", *lora, "--trainer.devices=2", f"--trainer.strategy.{strategy}")
+        assert_equal_runs(one, two)
+        assert all(row["rollout/checksum_ok"] == 1.0 for row in two)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------------

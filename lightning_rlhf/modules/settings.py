@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from jsonargparse.typing import PositiveFloat, PositiveInt
+from jsonargparse.typing import PositiveInt
 
 from lightning_rlhf.kernels import check_kernel
 from lightning_rlhf.tiny import TINY, local_path
@@ -31,7 +31,7 @@ class LoRA:
     """
 
     r: PositiveInt = 16
-    alpha: PositiveFloat = 32
+    alpha: PositiveInt = 32
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     modules_to_save: list[str] | None = None
     dropout: float = 0.0
@@ -54,8 +54,8 @@ class LoRA:
 
         return LoraConfig(
             base_model_name_or_path=base,
-            r=self.r,
-            lora_alpha=self.alpha,
+            r=int(self.r),  # of the command line they are of a class of their own
+            lora_alpha=int(self.alpha),
             use_rslora=self.rslora,
             target_modules=self.target_modules,
             modules_to_save=self.modules_to_save,
