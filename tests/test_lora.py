@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -118,13 +121,23 @@ def study_one(folder: str, lora: LoRA, strategy: FSDPUlyssesStrategy, ranks: int
     return found
 
 
+@contextmanager
+def process_group_of_its_own() -> Iterator[None]:
+    """For fixtures that outlive a test: what a launcher leaves behind would reach the processes of later tests."""
+    environment = dict(os.environ)
+    yield
+    torch.distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
+
+
 @pytest.fixture(scope="module")
 def studies(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
     root = tmp_path_factory.mktemp("models")
     for name in CASES:
         save(name, root / name)
-    alone = [study(0, str(root), list(CASES), ["one"])]
-    torch.distributed.destroy_process_group()
+    with process_group_of_its_own():
+        alone = [study(0, str(root), list(CASES), ["one"])]
     two = spawn(study, 2, str(root), ["tied", "untied"], ["dp2", "sp2", "replicas"])
     return root, {split: [rank[split] for rank in (alone if split == "one" else two)] for split in SPLITS}
 
@@ -401,14 +414,14 @@ def exported(tmp_path_factory) -> tuple[dict, Path, Path]:
     folder = tmp_path_factory.mktemp("exported")
     module = GRPOLightningModule(**COMMON, lora=LoRA(r=4, rslora=True, modules_to_save=["norm"]))
     exports = [HFExport(dirpath=folder / "merged"), HFExport(dirpath=folder / "adapter", adapter=True)]
-    fit(module, folder, 2, callbacks=exports, num_generations=2)
-    actor = module.actor
-    held = {"adapter": full(actor.adapter.named_parameters())}
-    with torch.no_grad():
-        held["log_probs"] = actor(pack([IDS[0]], [1], 1, 0), 1.0)[0][0]
-    module.strategy.reshard(actor)
-    held["merged"] = {n: t.clone() for n, t in gather(actor.hf_named_parameters(), torch.bfloat16)}
-    torch.distributed.destroy_process_group()
+    with process_group_of_its_own():
+        fit(module, folder, 2, callbacks=exports, num_generations=2)
+        actor = module.actor
+        held = {"adapter": full(actor.adapter.named_parameters())}
+        with torch.no_grad():
+            held["log_probs"] = actor(pack([IDS[0]], [1], 1, 0), 1.0)[0][0]
+        module.strategy.reshard(actor)
+        held["merged"] = {n: t.clone() for n, t in gather(actor.hf_named_parameters(), torch.bfloat16)}
     return held, folder / "merged/iteration_000002", folder / "adapter/iteration_000002"
 
 
