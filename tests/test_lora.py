@@ -511,6 +511,17 @@ def test_what_cannot_be_right_is_refused_by_name(name, options, message, tmp_pat
         build_policy(ModelSettings(folder, lora=LoRA(**options)), strategy_of(1))
 
 
+def test_the_critic_takes_whole_names_and_leaves_out_the_head(tmp_path):
+    lora = LoRA(target_modules=["model.layers.1.mlp.up_proj"], modules_to_save=["lm_head", "model.norm"])
+    settings, strategy = ModelSettings(save("untied", tmp_path), lora=lora), strategy_of(1)
+    matrices = {"layers.1.mlp.up_proj.lora_A.default.weight", "layers.1.mlp.up_proj.lora_B.default.weight"}
+    trained = {n for n, p in build_critic(settings, strategy).named_parameters() if p.requires_grad}
+    own = {f"model.{n}" for n in {*matrices, "norm.modules_to_save.default.weight"}}
+    assert trained == {*own, "value_head.weight", "value_head.bias"}
+    trained = {n for n, _ in build_policy(settings, strategy).adapter.named_parameters()}
+    assert trained == {*own, "lm_head.modules_to_save.default.weight"}
+
+
 def test_quantised_weights_are_refused(tmp_path):
     folder = save("tied", tmp_path)
     config = CONFIGS["tied"].__class__.from_pretrained(folder)

@@ -51,10 +51,8 @@ class Adapter:
         config.task_type = None if model.get_output_embeddings() is None else "CAUSAL_LM"  # type: ignore[operator]
         config.fan_in_fan_out = any(isinstance(module, Conv1D) for module in model.modules())
         self.model, self.lora = model, lora
-        with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", ".*is_gradient_checkpointing.*", FutureWarning
-            )  # transformers 5.24 to peft
+        with warnings.catch_warnings():  # of transformers 5.24 to peft
+            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
             self.peft: Any = get_peft_model(model, config, autocast_adapter_dtype=False)
         self.layers = _layers(model)
         self.copies = [m for m in model.modules() if isinstance(m, ModulesToSaveWrapper)]
@@ -191,7 +189,7 @@ def _check_names(model: nn.Module, lora: LoRA) -> None:
                 f"model.lora.{key}: no module is called {', '.join(lost)}; linear layers: {', '.join(sorted(linear))}"
             )
     tied = head is not None and head.weight is embeddings.weight
-    if tied and any(_is_called(end, w) for end in ends for w in lora.modules_to_save or ()):
+    if tied and any(end.endswith(w) for end in ends for w in lora.modules_to_save or ()):
         raise ValueError(
             "model.lora.modules_to_save: the model's head is tied to its embeddings, a copy of one of them would untie"
             " them: leave both out"

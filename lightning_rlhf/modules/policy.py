@@ -183,11 +183,14 @@ def _stored_dtype(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> tor
 
 
 def _critic_adapter(causal: nn.Module, lora: LoRA, dtype: torch.dtype) -> Adapter:
-    """Like the policy's, without what only the language-model head has."""
+    """Like the policy's, in the backbone's names and without the language-model head."""
     backbone: nn.Module = causal.base_model  # type: ignore[assignment]
+    prefix, targets = f"{causal.base_model_prefix}.", lora.target_modules
+    if targets != "all-linear":
+        targets = [name.removeprefix(prefix) for name in targets]
     inside = {part for name, _ in backbone.named_modules() for part in name.split(".")}
-    saved = [name for name in lora.modules_to_save or () if name.rpartition(".")[2] in inside]
-    return Adapter(backbone, replace(lora, modules_to_save=saved or None, adapter=None), dtype)
+    saved = [name.removeprefix(prefix) for name in lora.modules_to_save or () if name.rpartition(".")[2] in inside]
+    return Adapter(backbone, replace(lora, target_modules=targets, modules_to_save=saved or None, adapter=None), dtype)
 
 
 def _added(root: _PackedModel) -> tuple[str, ...]:
