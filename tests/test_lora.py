@@ -160,6 +160,7 @@ def stock(folder: Path, lora: LoRA) -> tuple[PeftModel, PeftModel]:
         if backbone and lora.modules_to_save:
             config.modules_to_save = ["embed_tokens"]
         config.fan_in_fan_out = "transformer" in dict(model.named_modules()) or hasattr(model, "wte")
+        config.task_type = None if backbone else config.task_type
         models.append(get_peft_model(model, config))
     return models[0], models[1]
 

@@ -35,27 +35,34 @@ class Adapter:
         lora: what to train.
         dtype: of the trained parameters.
         source: where the base comes from, noted in an exported adapter.
+        part: what is used of the model, e.g. its backbone; the names in ``lora`` are those in the model all the same.
 
     Raises:
         ValueError: names that no module has, or a module that would be trained although it is tied to another.
         NotImplementedError: a target that cannot be merged into the weights that engines get.
     """
 
-    def __init__(self, model: nn.Module, lora: LoRA, dtype: torch.dtype, source: str | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        lora: LoRA,
+        dtype: torch.dtype,
+        source: str | None = None,
+        part: nn.Module | None = None,
+    ) -> None:
         from peft import get_peft_model
         from peft.utils import ModulesToSaveWrapper
         from transformers.pytorch_utils import Conv1D
 
         _check_names(model, lora)
         config = lora.config(source)
-        config.task_type = None if model.get_output_embeddings() is None else "CAUSAL_LM"  # type: ignore[operator]
         config.fan_in_fan_out = any(isinstance(module, Conv1D) for module in model.modules())
-        self.model, self.lora = model, lora
+        self.model, self.lora = part or model, lora
         with warnings.catch_warnings():  # of transformers 5.24 to peft
             warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
             self.peft: Any = get_peft_model(model, config, autocast_adapter_dtype=False)
-        self.layers = _layers(model)
-        self.copies = [m for m in model.modules() if isinstance(m, ModulesToSaveWrapper)]
+        self.layers = _layers(self.model)
+        self.copies = [m for m in self.model.modules() if isinstance(m, ModulesToSaveWrapper)]
         for _, parameter in self.named_parameters():
             parameter.data = parameter.data.to(dtype)
 
@@ -188,7 +195,7 @@ def _check_names(model: nn.Module, lora: LoRA) -> None:
             raise ValueError(
                 f"model.lora.{key}: no module is called {', '.join(lost)}; linear layers: {', '.join(sorted(linear))}"
             )
-    tied = head is not None and head.weight is embeddings.weight
+    tied = head.weight is embeddings.weight
     if tied and any(end.endswith(w) for end in ends for w in lora.modules_to_save or ()):
         raise ValueError(
             "model.lora.modules_to_save: the model's head is tied to its embeddings, a copy of one of them would untie"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_rlhf.modules.head import LogProbHead
 from lightning_rlhf.modules.loading import load_pretrained, meta_parameters
 from lightning_rlhf.modules.lora import Adapter, hf_name
-from lightning_rlhf.modules.settings import LoRA, ModelSettings
+from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.packing import Packed
 from lightning_rlhf.ulysses import check_packable, gather_sequence, group_size, shard_sequence, use_packed_attention
 
@@ -159,7 +159,8 @@ def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, seed
         causal = _causal_lm(settings, _stored_dtype(settings, strategy), strategy)
         critic = Critic(causal.base_model, strategy, settings.attention)  # type: ignore[arg-type]
         if settings.lora is not None:
-            critic.adapter = _critic_adapter(causal, settings.lora, strategy.precision_plugin.param_dtype)
+            fresh = replace(settings.lora, adapter=None)
+            critic.adapter = Adapter(causal, fresh, strategy.precision_plugin.param_dtype, part=critic.model)
     prefix = f"{causal.base_model_prefix}."
     if settings.gradient_checkpointing:
         _checkpoint_layers(critic.model)
@@ -180,17 +181,6 @@ def _stored_dtype(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> tor
     """Of a trained model's parameters; a frozen base needs no more digits than are computed with."""
     precision = strategy.precision_plugin
     return precision.param_dtype if settings.lora is None else precision.compute_dtype
-
-
-def _critic_adapter(causal: nn.Module, lora: LoRA, dtype: torch.dtype) -> Adapter:
-    """Like the policy's, in the backbone's names and without the language-model head."""
-    backbone: nn.Module = causal.base_model  # type: ignore[assignment]
-    prefix, targets = f"{causal.base_model_prefix}.", lora.target_modules
-    if targets != "all-linear":
-        targets = [name.removeprefix(prefix) for name in targets]
-    inside = {part for name, _ in backbone.named_modules() for part in name.split(".")}
-    saved = [name.removeprefix(prefix) for name in lora.modules_to_save or () if name.rpartition(".")[2] in inside]
-    return Adapter(backbone, replace(lora, target_modules=targets, modules_to_save=saved or None, adapter=None), dtype)
 
 
 def _added(root: _PackedModel) -> tuple[str, ...]:

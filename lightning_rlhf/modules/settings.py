@@ -49,10 +49,11 @@ class LoRA:
             self._check_adapter(Path(self.adapter))
 
     def config(self, base: str | None = None) -> LoraConfig:
-        """In peft's terms; ``base`` is the folder or hub id of the model that it is for."""
+        """In peft's terms; ``base`` is the folder or hub id of the causal language model that it is for."""
         from peft import LoraConfig
 
         return LoraConfig(
+            task_type="CAUSAL_LM",
             base_model_name_or_path=base,
             r=int(self.r),  # of the command line they are of a class of their own
             lora_alpha=int(self.alpha),
