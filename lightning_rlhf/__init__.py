@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.modules.base import KL, RLHFLightningModule
     from lightning_rlhf.modules.grpo import GRPOLightningModule
     from lightning_rlhf.modules.ppo import PPOLightningModule
+    from lightning_rlhf.modules.settings import LoRA
     from lightning_rlhf.strategy import FSDPUlyssesStrategy
     from lightning_rlhf.types import Completion, Experience, Prompts, Rollout, Sampling, Scores
 
@@ -34,6 +35,7 @@ _HOMES = {
     "modules.base": ["KL", "RLHFLightningModule"],
     "modules.grpo": ["GRPOLightningModule"],
     "modules.ppo": ["PPOLightningModule"],
+    "modules.settings": ["LoRA"],
     "strategy": ["FSDPUlyssesStrategy"],
     "types": ["Completion", "Experience", "Prompts", "Rollout", "Sampling", "Scores"],
 }

@@ -26,7 +26,7 @@ from lightning_rlhf.callbacks.rollout import RolloutCallback
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.modules.base import KL, RLHFLightningModule
 from lightning_rlhf.modules.ppo import PPOLightningModule
-from lightning_rlhf.modules.settings import ModelSettings
+from lightning_rlhf.modules.settings import LoRA, ModelSettings
 from lightning_rlhf.types import Sampling
 
 OBSERVERS = ("Throughput", "Memory", "Samples", "IterationCheckpoint")
@@ -169,6 +169,7 @@ def _suggestion(text: str) -> str:
         RolloutCallback,
         Sampling,
         KL,
+        LoRA,
         pl.Trainer,
     )
     known = {name for c in classes for name in inspect.signature(c).parameters}

@@ -85,18 +85,10 @@ def padded_kernel(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_lengt
     rows = len(lengths) * max_length
     explicit = features.softcap is not None or features.sinks is not None
     wasteful = not torch.compiler.is_compiling() and rows > 2 * len(q)  # a loop over sequences has no graph
-<<<<<<< HEAD
     if not features.causal or explicit or wasteful:
         return reference_kernel(q, k, v, cu_seqlens, max_length, features)
-    # token of sequence `i`, which begins at `cu_seqlens[i]`, to row i·max_length
-    tokens = torch.arange(len(q), device=q.device)
-=======
-    if not causal or softcap is not None or sinks is not None or wasteful:
-        features: dict[str, Any] = {"causal": causal, "scale": scale, "window": window}
-        return reference_kernel(q, k, v, cu_seqlens, max_length, softcap=softcap, sinks=sinks, **features)
     # token t of sequence i, which begins at cu_seqlens[i], goes to row i·max_length
     tokens = torch.arange(len(q), device=q.device, dtype=cu_seqlens.dtype)
->>>>>>> memory
     i = torch.searchsorted(cu_seqlens[1:], tokens, right=True)
     taken = tokens - cu_seqlens[i] + i * max_length
 

@@ -9,6 +9,7 @@ sharded, allocated, and every rank reads its own slices of the safetensors.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from lightning_rlhf.modules.execution import apply_execution, bucketed, check_execution
 from lightning_rlhf.modules.head import LogProbHead
 from lightning_rlhf.modules.loading import load_pretrained, meta_parameters
+from lightning_rlhf.modules.lora import Adapter, hf_name
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.modules.startup import check_head, check_isolation
 from lightning_rlhf.packing import Packed
@@ -41,6 +43,7 @@ class _PackedModel(nn.Module):
         super().__init__()
         check_execution(settings, strategy.root_device, model.config)
         self.model = model
+        self.adapter: Adapter | None = None
         self._compiled = settings.compile
         self._group = strategy.sp_group
         dtype = model.dtype if model.dtype != torch.float32 else strategy.precision_plugin.compute_dtype
@@ -106,11 +109,15 @@ class Policy(_PackedModel):
 
     def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, settings: ModelSettings) -> None:
         super().__init__(model, strategy, settings)
-        self._head = [LogProbHead.replace(model)]  # in a list: it is a submodule of the model already
+        LogProbHead.replace(model)
+
+    @property
+    def head(self) -> nn.Module:
+        return self.model.get_output_embeddings()  # type: ignore[operator]
 
     def forward(self, packed: Packed, temperature: float, with_entropy: bool = False) -> tuple[Tensor, Tensor]:
         labels = shard_sequence(packed.labels, self._group).index_select(0, packed.rows)
-        log_probs, entropy = self._head[0](self.hidden_rows(packed), labels, temperature, with_entropy)
+        log_probs, entropy = self.head(self.hidden_rows(packed), labels, temperature, with_entropy)
         return self.align(log_probs, packed), self.align(entropy, packed)
 
     def stock_log_probs(self, packed: Packed) -> Float[Tensor, "b T"]:
@@ -119,15 +126,18 @@ class Policy(_PackedModel):
         labels = shard_sequence(packed.labels, self._group).index_select(0, packed.rows)
         return self.align(logits.float().log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1), packed)
 
-    def hf_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(transformers name, shard) pairs; a tied parameter comes under each of its names."""
-        yield from self.model.named_parameters(remove_duplicate=False)
+    def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(transformers name, shard) pairs, an adapter merged; a tied parameter comes under each of its names."""
+        if self.adapter is not None:
+            yield from self.adapter.merged()
+        else:
+            yield from self.model.named_parameters(remove_duplicate=False)
 
     @property
     def units(self) -> list[nn.Module]:
         """FSDP groups besides the root; a tied embedding stays in the root's."""
         embedding = self.model.get_input_embeddings()  # type: ignore[operator]
-        untied = [] if self._head[0].weight is embedding.weight else [self._head[0], embedding]
+        untied = [] if self.head.weight is embedding.weight else [self.head, embedding]
         return self.layers + untied
 
 
@@ -165,8 +175,10 @@ def check_model(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> int:
     return min(limit or 2**31 for limit in limits)
 
 
-def build_policy(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, frozen: bool = False) -> Policy:
-    """The actor, or with ``frozen`` a reference in bfloat16 without gradients."""
+def build_policy(
+    settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, frozen: bool = False, seed: int = 0
+) -> Policy:
+    """The actor, or with ``frozen`` a reference in bfloat16 without gradients; ``seed`` is of new adapters."""
     policy = _policy_on_meta(settings, strategy, frozen=frozen)
     model = policy.model
     apply_execution(model, policy.layers, settings, strategy.root_device, trained=not frozen)
@@ -174,24 +186,35 @@ def build_policy(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, froz
     strategy.shard(policy, policy.units, frozen=frozen, on_host=on_host)
     strategy.materialize(policy, on_host=on_host)
     model.tie_weights()  # type: ignore[operator]  # allocating visits each name on its own
-    load_pretrained(policy, settings, strategy, lambda name: name.removeprefix("model."))
+    load_pretrained(policy, settings, strategy, lambda name: hf_name(name.removeprefix("model.")), _added(policy))
+    if policy.adapter is not None:
+        policy.adapter.start(seed)
     policy.train(not frozen)
     check_isolation(policy, strategy, lambda packed: policy(packed, 1.0)[0], "reference" if frozen else "actor")
     check_head(policy, strategy)
     return policy
 
 
-def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> Critic:
-    """A critic whose backbone starts from ``settings.path`` and whose values start at 0."""
+def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, seed: int = 0) -> Critic:
+    """A critic whose backbone starts from ``settings.path`` and whose values start at 0.
+
+    With LoRA the backbone is frozen and has an adapter of its own, which starts anew; the value head is trained as ever.
+    """
     with meta_parameters():
-        causal = _causal_lm(settings, strategy.precision_plugin.param_dtype)
+        causal = _causal_lm(settings, _stored_dtype(settings, strategy))
         critic = Critic(causal.base_model, strategy, settings)  # type: ignore[arg-type]
+        if settings.lora is not None:
+            fresh = replace(settings.lora, adapter=None)
+            critic.adapter = Adapter(causal, fresh, strategy.precision_plugin.param_dtype, part=critic.model)
     prefix = f"{causal.base_model_prefix}."
     apply_execution(critic.model, critic.layers, settings, strategy.root_device, trained=True)
     strategy.shard_float32(critic.value_head)
     strategy.shard(critic, critic.units)
     strategy.materialize(critic)
-    load_pretrained(critic, settings, strategy, lambda name: prefix + name.removeprefix("model."), ("value_head.",))
+    skip = ("value_head.", *_added(critic))
+    load_pretrained(critic, settings, strategy, lambda name: prefix + hf_name(name.removeprefix("model.")), skip)
+    if critic.adapter is not None:
+        critic.adapter.start(seed)
     with torch.no_grad():
         for parameter in critic.value_head.parameters():
             parameter.zero_()
@@ -201,9 +224,23 @@ def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> Crit
 
 
 def _policy_on_meta(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, frozen: bool) -> Policy:
-    dtype = torch.bfloat16 if frozen else strategy.precision_plugin.param_dtype
     with meta_parameters():
-        return Policy(_causal_lm(settings, dtype), strategy, settings)
+        model = _causal_lm(settings, torch.bfloat16 if frozen else _stored_dtype(settings, strategy))
+        policy = Policy(model, strategy, settings)
+        if settings.lora is not None and not frozen:
+            policy.adapter = Adapter(model, settings.lora, strategy.precision_plugin.param_dtype, settings.source)
+    return policy
+
+
+def _stored_dtype(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> torch.dtype:
+    """Of a trained model's parameters; a frozen base needs no more digits than are computed with."""
+    precision = strategy.precision_plugin
+    return precision.param_dtype if settings.lora is None else precision.compute_dtype
+
+
+def _added(root: _PackedModel) -> tuple[str, ...]:
+    """Names of the parameters that no checkpoint of the base has."""
+    return () if root.adapter is None else tuple(f"model.{name}" for name, _ in root.adapter.named_parameters())
 
 
 def _causal_lm(settings: ModelSettings, dtype: torch.dtype) -> nn.Module:
@@ -212,6 +249,11 @@ def _causal_lm(settings: ModelSettings, dtype: torch.dtype) -> nn.Module:
 
     config = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
     check_packable(config)
+    if settings.lora is not None and getattr(config, "quantization_config", None):
+        raise NotImplementedError(
+            "model.lora: the weights of model.model are quantised, their shards cannot be trained on (QLoRA): use the same"
+            " model in bfloat16"
+        )
     for name, value in config.to_dict().items():
         if isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)

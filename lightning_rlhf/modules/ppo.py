@@ -78,15 +78,15 @@ class PPOLightningModule(RLHFLightningModule):
     def configure_model(self) -> None:
         super().configure_model()
         if self.critic is None:
-            self.critic = build_critic(self.critic_settings, self.strategy)
+            self.critic = build_critic(self.critic_settings, self.strategy, seed=self.seed)
 
     @cached_property
     def flops(self) -> list[Passes]:
-        return self.update_passes(self.actor.model.config) + self.update_passes(self.critic.model.config, outputs=1)
+        return self.update_passes(self.actor) + self.update_passes(self.critic, outputs=1)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        critic = {"params": list(self.critic.parameters()), "lr": self.critic_lr, "role": "critic"}
-        return [*super().parameter_groups(), critic]
+        trained = [p for p in self.critic.parameters() if p.requires_grad]
+        return [*super().parameter_groups(), {"params": trained, "lr": self.critic_lr, "role": "critic"}]
 
     def evaluate(self, experience: Experience) -> Experience:
         experience = super().evaluate(experience)
