@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.callbacks.progress import IterationProgress
     from lightning_rlhf.callbacks.rollout import RolloutCallback
     from lightning_rlhf.callbacks.samples import Samples
+    from lightning_rlhf.callbacks.summary import PlanSummary
     from lightning_rlhf.callbacks.throughput import Throughput
     from lightning_rlhf.data import PromptDataModule
     from lightning_rlhf.modules.base import KL, RLHFLightningModule
@@ -29,6 +30,7 @@ _HOMES = {
     "callbacks.progress": ["IterationProgress"],
     "callbacks.rollout": ["RolloutCallback"],
     "callbacks.samples": ["Samples"],
+    "callbacks.summary": ["PlanSummary"],
     "callbacks.throughput": ["Throughput"],
     "data": ["PromptDataModule"],
     "modules.base": ["KL", "RLHFLightningModule"],

@@ -210,7 +210,14 @@ def use_packed_attention(
     group: dist.ProcessGroup | None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Make a transformers model that computes in ``dtype`` attend over packed streams.
+    """Make a transformers model that computes in ``dtype`` attend over packed streams."""
+    # transformers tests names for the substring "flash" and would look for the package
+    name = f"packed_{kernel.replace('flash_attention_', 'fa')}_sp{group_size(group)}_{str(dtype)[6:]}"
+    set_attention(model, name, packed_attention(choose_kernel(kernel, device, dtype), group))
+
+
+def set_attention(model: nn.Module, name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
+    """Register an attention function over packed streams and make a transformers model use it.
 
     No mask function is registered under the name, so that transformers builds no mask at all.
 
@@ -221,9 +228,7 @@ def use_packed_attention(
 
     if not getattr(model, "_supports_flash_attn", False):
         raise NotImplementedError(f"{type(model).__name__} does not support packed (flash-attention style) inputs")
-    # transformers tests names for the substring "flash" and would look for the package
-    name = f"packed_{kernel.replace('flash_attention_', 'fa')}_sp{group_size(group)}_{str(dtype)[6:]}"
-    AttentionInterface.register(name, packed_attention(choose_kernel(kernel, device, dtype), group))
+    AttentionInterface.register(name, function)
     model.set_attn_implementation(name)  # type: ignore[operator]
     if model.config._attn_implementation != name:  # type: ignore[union-attr]
         raise NotImplementedError(f"{type(model).__name__} does not use transformers' AttentionInterface")

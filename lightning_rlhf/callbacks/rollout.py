@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import lightning.pytorch as pl
 import torch
 from jsonargparse.typing import NonNegativeInt
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_rlhf.plan import Run, problems, read_run
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.weights import gather, with_checksum
@@ -79,32 +81,11 @@ class RolloutCallback(pl.Callback):
         self.engine.weight_version = -1  # it may hold the weights of another module
 
     def _engine_setup(self, trainer: pl.Trainer, module: RLHFLightningModule) -> EngineSetup:
-        from transformers import AutoConfig
-
-        strategy, data = module.strategy, getattr(trainer, "datamodule", None)
-        config = AutoConfig.from_pretrained(module.model_path, trust_remote_code=module.settings.trust_remote_code)
-        limit = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
-        response = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
-        prompt = getattr(data, "max_prompt_length", None) or getattr(data, "longest_prompt", None)
-        longest = prompt + response if prompt else limit
-        if response >= limit or longest > limit:
-            raise ValueError(
-                f"data.max_prompt_length + rollout.sampling.max_completion_length = {longest} exceed the model's"
-                f" {limit} positions: lower one of them"
-            )
-        budget = module.micro_batch_tokens * strategy.sequence_parallel_size
-        if (prompt or 1) + self.sampling.max_completion_length > budget:
-            raise ValueError(
-                f"the longest sequence has {(prompt or 1) + self.sampling.max_completion_length} tokens (prompt + response), a"
-                f" micro-batch holds {budget}: raise model.micro_batch_tokens, or lower data.max_prompt_length or"
-                " rollout.sampling.max_completion_length"
-            )
-        responses = getattr(data, "batch_size", 0) * self.sampling.num_generations
-        if responses and module.mini_batches > responses:
-            raise ValueError(
-                f"model.mini_batches is {module.mini_batches}, a rollout has only {responses} responses"
-                " (data.batch_size x num_generations): lower it"
-            )
+        run, strategy, data = run_of(trainer, module, self), module.strategy, getattr(trainer, "datamodule", None)
+        for problem in problems(run):
+            if problem.kind == "error":
+                raise ValueError(problem.message)
+            rank_zero_warn(problem.message)
         sizes = [
             -(-getattr(data, name, 256) // strategy.dp_size) * sampling.num_generations
             for name, sampling in (("batch_size", self.sampling), ("val_batch_size", self.val_sampling))
@@ -116,7 +97,7 @@ class RolloutCallback(pl.Callback):
             dtype=strategy.precision_plugin.compute_dtype,
             eos_token_ids=module.eos_token_ids,
             pad_token_id=module.pad_token_id,
-            max_model_len=longest,
+            max_model_len=run.context,
             max_num_seqs=max(sizes),
             seed=module.seed,
             trust_remote_code=module.settings.trust_remote_code,
@@ -214,6 +195,20 @@ class RolloutCallback(pl.Callback):
                 [ids for ids in prompts.ids for _ in range(n)], sampling, seeds=seeds, log_probs=log_probs
             )
         return Rollout.build(prompts, completions, sampling)
+
+
+def run_of(trainer: pl.Trainer, module: RLHFLightningModule, rollout: RolloutCallback) -> Run:
+    """The numbers of the run that a trainer is set up for."""
+    return read_run(
+        module,
+        getattr(trainer, "datamodule", None),
+        rollout,
+        module.strategy,
+        config=module.settings.config,
+        world_size=trainer.world_size,
+        num_nodes=trainer.num_nodes,
+        device_type=module.strategy.root_device.type,
+    )
 
 
 def _move_state(optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> None:

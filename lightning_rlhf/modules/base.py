@@ -254,6 +254,16 @@ class RLHFLightningModule(pl.LightningModule):
         except ValueError:
             return []
 
+    @property
+    def roles(self) -> dict[str, ModelSettings]:
+        """The models of a run, in the order they are built; the reference is the one that is not trained."""
+        return {"actor": self.settings} | ({"reference": self.settings} if self.needs_reference else {})
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """Of the trained roles."""
+        return {"actor": self.lr}
+
     def configure_model(self) -> None:
         if self.actor is not None:
             return

@@ -9,6 +9,7 @@ sharded, allocated, and every rank reads its own slices of the safetensors.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import TYPE_CHECKING
 
 import torch
@@ -153,9 +154,9 @@ def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> Crit
 
 
 def _causal_lm(settings: ModelSettings, dtype: torch.dtype, strategy: FSDPUlyssesStrategy) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
+    config = deepcopy(settings.config)
     check_packable(config, strategy.sequence_parallel_size)
     for holder in {id(c): c for c in (config, config.get_text_config())}.values():
         if getattr(holder, "output_router_logits", False):

@@ -19,6 +19,7 @@ from lightning_rlhf.modules.batching import MicroBatch
 from lightning_rlhf.modules.losses import value_loss
 from lightning_rlhf.modules.metrics import Metrics
 from lightning_rlhf.modules.policy import Critic, build_critic
+from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.types import Experience
 
 
@@ -67,10 +68,18 @@ class PPOLightningModule(RLHFLightningModule):
                 " nothing: use class_path: lightning_rlhf.GRPOLightningModule, or gae"
             )
 
+    @property
+    def roles(self) -> dict[str, ModelSettings]:
+        return super().roles | {"critic": replace(self.settings, model=self.critic_model)}
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        return super().learning_rates | {"critic": self.critic_lr}
+
     def configure_model(self) -> None:
         super().configure_model()
         if self.critic is None:
-            self.critic = build_critic(replace(self.settings, model=self.critic_model), self.strategy)
+            self.critic = build_critic(self.roles["critic"], self.strategy)
 
     @cached_property
     def flops(self) -> list[Passes]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from lightning_rlhf.kernels import check_kernel
-from lightning_rlhf.tiny import local_path
+from lightning_rlhf.paths import local_path
 
 
 @dataclass(frozen=True)
@@ -32,3 +33,10 @@ class ModelSettings:
     def path(self) -> str:
         """Local folder of `model`; downloads it if it is a hub id."""
         return local_path(self.model, self.trust_remote_code)
+
+    @cached_property
+    def config(self) -> Any:
+        """Of transformers."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)

@@ -50,6 +50,18 @@ class EngineSetup:
     trust_remote_code: bool = False
 
 
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes on one GPU while the engine is awake."""
+
+    weights: int
+    kv_cache: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache
+
+
 class RolloutEngine(ABC):
     """Generates responses with a copy of the policy's weights.
 
@@ -93,6 +105,23 @@ class RolloutEngine(ABC):
 
         After level 2 `generate` raises until `load_weights` ran. An engine that cannot sleep still stops accepting work.
         """
+
+    @property
+    def context_limit(self) -> int | None:
+        """Longest sequence it was configured for; None adapts to the run."""
+        return None
+
+    def plan_memory(self, weights: int, kv_token: int, context: int, sequences: int, device: int) -> EngineMemory:
+        """What it will hold, before it is set up.
+
+        Args:
+            weights: bytes of the model in the compute dtype.
+            kv_token: bytes of the cache per token.
+            context: longest sequence, in tokens.
+            sequences: most that are in flight on this rank.
+            device: bytes of the GPU's memory.
+        """
+        return EngineMemory(weights, sequences * context * kv_token)
 
     def checksum(self) -> int | None:
         """`weights.checksum` over the weights held, or None if they cannot be read (packed by the kernel library)."""

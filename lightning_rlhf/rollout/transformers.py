@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from lightning_rlhf.rollout.engine import EngineSetup, NamedTensors, RolloutEngine
+from lightning_rlhf.rollout.engine import EngineMemory, EngineSetup, NamedTensors, RolloutEngine
 from lightning_rlhf.rollout.weights import checksum
 from lightning_rlhf.types import Completion, Sampling
 
@@ -62,6 +62,9 @@ class TransformersEngine(RolloutEngine):
         self._forward_arguments = set(inspect.signature(self.model.forward).parameters)
         layers = DynamicCache(config=self.model.config).layers
         self._full_attention = all(type(layer) is DynamicLayer for layer in layers)
+
+    def plan_memory(self, weights: int, kv_token: int, context: int, sequences: int, device: int) -> EngineMemory:
+        return super().plan_memory(weights, kv_token, context, min(sequences, self.batch_size), device)
 
     # ── memory and weights ───────────────────────────────────────────────────────────────────────────────────────────
 

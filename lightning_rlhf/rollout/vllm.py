@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
-from lightning_rlhf.rollout.engine import EngineSetup, NamedTensors, RolloutEngine
+from lightning_rlhf.rollout.engine import EngineMemory, EngineSetup, NamedTensors, RolloutEngine
 from lightning_rlhf.rollout.weights import checksum
 from lightning_rlhf.types import Completion, Sampling
 
@@ -153,6 +153,15 @@ class VLLMEngine(RolloutEngine):
         config = self._config.model_config
         packed = self.context.device.type != "cuda" or config.quantization is not None or is_moe(config)
         return "layerwise" if packed else "plain"
+
+    @property
+    def context_limit(self) -> int | None:
+        return self.engine_args.get("max_model_len")
+
+    def plan_memory(self, weights: int, kv_token: int, context: int, sequences: int, device: int) -> EngineMemory:
+        """The share of the GPU that vLLM fills, whatever the lengths."""
+        share = int(self.engine_args.get("gpu_memory_utilization", self.gpu_memory_utilization) * device)
+        return EngineMemory(weights, self.kv_cache_memory_bytes or max(0, share - weights))
 
     # ── memory and weights ───────────────────────────────────────────────────────────────────────────────────────────
 
