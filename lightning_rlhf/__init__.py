@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from lightning_rlhf.data import PromptDataModule
     from lightning_rlhf.modules.base import KL, RLHFLightningModule
     from lightning_rlhf.modules.grpo import GRPOLightningModule
+    from lightning_rlhf.modules.policy import Critic, Policy, build_critic, build_policy
     from lightning_rlhf.modules.ppo import PPOLightningModule
+    from lightning_rlhf.modules.settings import ModelSettings
+    from lightning_rlhf.packing import Packed, pack
     from lightning_rlhf.strategy import FSDPUlyssesStrategy
     from lightning_rlhf.types import Completion, Experience, Prompts, Rollout, Sampling, Scores
 
@@ -35,7 +38,10 @@ _HOMES = {
     "data": ["PromptDataModule"],
     "modules.base": ["KL", "RLHFLightningModule"],
     "modules.grpo": ["GRPOLightningModule"],
+    "modules.policy": ["Critic", "Policy", "build_critic", "build_policy"],
     "modules.ppo": ["PPOLightningModule"],
+    "modules.settings": ["ModelSettings"],
+    "packing": ["Packed", "pack"],
     "strategy": ["FSDPUlyssesStrategy"],
     "types": ["Completion", "Experience", "Prompts", "Rollout", "Sampling", "Scores"],
 }

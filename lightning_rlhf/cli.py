@@ -13,6 +13,7 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NoReturn, TypeVar
 
 import lightning.pytorch as pl
@@ -109,6 +110,12 @@ class RLHFCLI(LightningCLI):
         }
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--imports",
+            type=list[str],
+            default=[],
+            help="Modules to import first, such as one that registers a model with transformers' Auto classes.",
+        )
         parser.add_lightning_class_args(RolloutCallback, "rollout")
         parser.set_defaults(
             {
@@ -160,6 +167,11 @@ class RLHFCLI(LightningCLI):
         return None
 
     def before_instantiate_classes(self) -> None:
+        for name in self.config[self.subcommand].imports:
+            try:
+                import_module(name)
+            except Exception as error:  # whatever the user's module raises
+                raise ValueError(f"imports: {name!r} cannot be imported: {type(error).__name__}: {error}") from error
         trainer = self.config[self.subcommand].trainer
         for theirs, default, ours in (
             ("gradient_clip_val", None, "max_grad_norm"),

@@ -36,9 +36,14 @@ def share_of_digits(completions: list[str], **_: Any) -> list[float]:
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 
 
+def cache_folder() -> Path:
+    """Of this package, on this machine."""
+    return Path(os.environ.get("LIGHTNING_RLHF_CACHE", "~/.cache/lightning_rlhf")).expanduser()
+
+
 def tiny_model(cache: Path | None = None) -> Path:
     """Write the model if it is not there yet; safe when several processes do so at once (the folder appears whole)."""
-    root = cache or Path(os.environ.get("LIGHTNING_RLHF_CACHE", "~/.cache/lightning_rlhf")).expanduser()
+    root = cache or cache_folder()
     target = root / f"random-tiny-{_VERSION}"
     if target.is_dir():
         return target

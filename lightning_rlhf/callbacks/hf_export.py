@@ -21,6 +21,8 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
+from lightning_rlhf.hf_config import load_config
+
 
 class HFExport(pl.Callback):
     """Exports the policy every n iterations and at the end of training.
@@ -69,12 +71,24 @@ class HFExport(pl.Callback):
         target = Path(self.dirpath) / f"iteration_{trainer.global_step:06d}"
         settings = pl_module.settings
         export(
-            pl_module.actor, target, settings.path, pl_module.tokenizer, trainer.strategy, settings.trust_remote_code
+            pl_module.actor,
+            target,
+            settings.path,
+            pl_module.tokenizer,
+            trainer.strategy,
+            settings.trust_remote_code,
+            settings.config_overrides,
         )
 
 
 def export(
-    actor: Any, target: Path, model_path: str, tokenizer: Any, strategy: Strategy, trust_remote_code: bool = False
+    actor: Any,
+    target: Path,
+    model_path: str,
+    tokenizer: Any,
+    strategy: Strategy,
+    trust_remote_code: bool = False,
+    config_overrides: Mapping[str, Any] | None = None,
 ) -> None:
     """Gather the weights of ``actor`` and write them on rank 0: a collective, see `write_folder`.
 
@@ -85,7 +99,7 @@ def export(
     failure = None
     if strategy.is_global_zero:
         try:
-            write_folder(target, weights, model_path, tokenizer, trust_remote_code)
+            write_folder(target, weights, model_path, tokenizer, trust_remote_code, config_overrides)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
     failure = strategy.broadcast(failure)
@@ -94,7 +108,12 @@ def export(
 
 
 def write_folder(
-    target: Path, weights: Mapping[str, Tensor], model_path: str, tokenizer: Any, trust_remote_code: bool = False
+    target: Path,
+    weights: Mapping[str, Tensor],
+    model_path: str,
+    tokenizer: Any,
+    trust_remote_code: bool = False,
+    config_overrides: Mapping[str, Any] | None = None,
 ) -> None:
     """Write weights, config, generation config and tokenizer under a temporary name, then rename.
 
@@ -104,11 +123,12 @@ def write_folder(
         model_path: folder with the config that the weights belong to.
         tokenizer: anything with ``save_pretrained``.
         trust_remote_code: the model's class comes with its folder.
+        config_overrides: with which the model was built; they become part of its config.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     try:
-        model = _skeleton(model_path, trust_remote_code)
+        model = _skeleton(model_path, trust_remote_code, config_overrides)
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         model.save_pretrained(draft, state_dict={n: t for n, t in weights.items() if n not in tied})
         tokenizer.save_pretrained(draft)
@@ -120,11 +140,11 @@ def write_folder(
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _skeleton(model_path: str, trust_remote_code: bool) -> Any:
+def _skeleton(model_path: str, trust_remote_code: bool, config_overrides: Mapping[str, Any] | None) -> Any:
     """The model without weights: what `save_pretrained` needs to know of its class."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    config = load_config(model_path, config_overrides, trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
     if (Path(model_path) / "generation_config.json").exists():

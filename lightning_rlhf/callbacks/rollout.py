@@ -101,6 +101,7 @@ class RolloutCallback(pl.Callback):
             max_num_seqs=max(sizes),
             seed=module.seed,
             trust_remote_code=module.settings.trust_remote_code,
+            config_overrides=module.settings.config_overrides,
         )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

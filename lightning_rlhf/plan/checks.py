@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from lightning_rlhf.hf_config import check_class
 from lightning_rlhf.kernels import choose_kernel, torch_kernel
 from lightning_rlhf.plan.run import Run
 from lightning_rlhf.sampler import check_batch_size
@@ -35,7 +36,8 @@ def meshes(run: Run) -> Iterator[Problem]:
 
 
 def attention(run: Run) -> Iterator[Problem]:
-    """The model's layers keep packed neighbours apart, and the kernel has what they ask for."""
+    """It is a text model, its layers keep packed neighbours apart, and the kernel has what they ask for."""
+    yield from _raised(lambda: check_class(run.config))
     yield from _raised(lambda: check_packable(run.config, run.sequence_ranks))
     text = run.config.get_text_config()
     needs = [

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from lightning_rlhf.paths import is_hub_id
+from lightning_rlhf.hf_config import load_config, override
+from lightning_rlhf.paths import is_hub_id, local_path
 from lightning_rlhf.plan import Plan, make_plan, read_run
 from lightning_rlhf.plan.known import known_config
 from lightning_rlhf.strategy import FSDP2Precision, FSDPUlyssesStrategy
@@ -58,23 +59,23 @@ def config_of(settings: Any) -> tuple[Any, str | None]:
     Raises:
         FileNotFoundError: it is not in the cache, the hub cannot be reached, and it is none of the listed models.
     """
-    if not is_hub_id(settings.model):
-        return settings.config, None
-    from transformers import AutoConfig
-
-    failure = _unreachable(settings.model)
+    model, overrides, trust = settings.model, settings.config_overrides, settings.trust_remote_code
+    if not is_hub_id(model):
+        return load_config(local_path(model, trust, weights=False), overrides, trust), None
+    failure = _unreachable(model)
     if failure is None:
         try:
-            return AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code), None
-        except (OSError, ValueError) as error:
+            return load_config(model, overrides, trust), None
+        except OSError as error:
             failure = str(error).strip().splitlines()[0]
-    config = known_config(settings.model)
+    config = known_config(model)
     if config is None:
         raise FileNotFoundError(
-            f"model.model: the config.json of {settings.model!r} cannot be fetched ({failure}), and it is none of the models"
+            f"model.model: the config.json of {model!r} cannot be fetched ({failure}), and it is none of the models"
             " whose sizes are built in: give a local folder that has one"
         )
-    return config, f"the hub cannot be reached: the sizes of {settings.model} are those that are built in"
+    override(config, overrides or {})
+    return config, f"the hub cannot be reached: the sizes of {model} are those that are built in"
 
 
 def _unreachable(model: str) -> str | None:

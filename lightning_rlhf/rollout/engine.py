@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class EngineSetup:
         max_num_seqs: responses of one generation phase on this rank: the most that are ever in flight.
         seed: of the run.
         trust_remote_code: as the user asked.
+        config_overrides: changes of the model's transformers config.
     """
 
     model: str
@@ -48,6 +50,7 @@ class EngineSetup:
     max_num_seqs: int
     seed: int = 0
     trust_remote_code: bool = False
+    config_overrides: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

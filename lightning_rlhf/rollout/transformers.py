@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from lightning_rlhf.hf_config import load_config
 from lightning_rlhf.rollout.engine import EngineMemory, EngineSetup, NamedTensors, RolloutEngine
 from lightning_rlhf.rollout.weights import checksum
 from lightning_rlhf.types import Completion, Sampling
@@ -53,8 +54,9 @@ class TransformersEngine(RolloutEngine):
             return
         self.context = context
         dtype = context.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
+        config = load_config(context.model, context.config_overrides, context.trust_remote_code)
         model: Any = AutoModelForCausalLM.from_pretrained(
-            context.model, dtype=dtype, trust_remote_code=context.trust_remote_code
+            context.model, config=config, dtype=dtype, trust_remote_code=context.trust_remote_code
         )
         model.to(device=context.device)
         self.model = model.eval().requires_grad_(False)

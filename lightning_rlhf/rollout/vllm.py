@@ -142,6 +142,8 @@ class VLLMEngine(RolloutEngine):
             "enable_sleep_mode": not on_cpu,
             "disable_log_stats": True,
         }
+        if context.config_overrides:
+            arguments["hf_overrides"] = context.config_overrides
         if not eager:
             arguments["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(max_num_seqs)}
         if dist.is_initialized():
