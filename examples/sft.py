@@ -11,6 +11,7 @@ import argparse
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from lightning_rlhf import FSDPUlyssesStrategy, ModelSettings, Policy, build_policy, pack
@@ -22,11 +23,10 @@ Example = tuple[list[int], int]
 class SFT(pl.LightningModule):
     """Likelihood of responses, packed without padding; any transformers decoder."""
 
-    policy: Policy | None = None
-
     def __init__(self, model: str, lr: float = 1e-5) -> None:
         super().__init__()
         self.settings, self.lr = ModelSettings(model), lr
+        self.policy: Policy | None = None
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
@@ -38,9 +38,7 @@ class SFT(pl.LightningModule):
         strategy = self.trainer.strategy
         sequences, prompt_lengths = [torch.tensor(ids) for ids, _ in batch], [start for _, start in batch]
         packed = pack(sequences, prompt_lengths, strategy.sequence_parallel_size, strategy.sp_rank).to(self.device)
-        log_probs, _ = self.policy(
-            packed, temperature=1.0
-        )  # of the response tokens, equal on all ranks that share them
+        log_probs, _ = self.policy(packed, temperature=1.0)  # of the response tokens, equal on ranks that share them
         tokens = strategy.all_reduce_dp(packed.response_mask.sum())
         loss = -log_probs.sum() / tokens  # the mean over the tokens of ALL ranks: theirs differ in number
         self.losses.append(float(strategy.all_reduce_dp(loss.detach().clone())))
@@ -81,4 +79,4 @@ if __name__ == "__main__":
     for option in ("devices", "sequence_parallel_size", "data_parallel_replicate"):
         parser.add_argument(f"--{option}", type=int, default=1)
     losses = train(**vars(parser.parse_args()))
-    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+    rank_zero_info(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
