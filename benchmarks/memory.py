@@ -61,4 +61,6 @@ class CompareCLI(RLHFCLI):
 
 
 if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks/memory.py measures GPU memory: there is no CUDA device")
     CompareCLI(["fit", *sys.argv[1:], "--trainer.max_steps=3"])

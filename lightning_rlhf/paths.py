@@ -1,10 +1,11 @@
 """Where a model's files are: a local folder, the hub, any file system of fsspec, or the built-in random one.
 
-Qwen/Qwen2.5-0.5B      the hub's own cache
-/models/qwen           as it is
-s3://bucket/qwen       copied once to ``$LIGHTNING_RLHF_CACHE/models`` (default ~/.cache/lightning_rlhf); a lock keeps the
-                       other processes of the machine waiting meanwhile
-random:tiny            see `tiny`
+    Qwen/Qwen2.5-0.5B      the hub's own cache
+    /models/qwen           as it is
+    s3://bucket/qwen       copied to ``$LIGHTNING_RLHF_CACHE/models`` (default ~/.cache/lightning_rlhf)
+    random:tiny            see `tiny`
+
+A URL is copied once per machine: a lock keeps the other processes waiting, and the folder appears whole or not at all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """What a run will do and need, from its configuration alone: meshes, batch arithmetic, memory, and what cannot work.
 
-read_run ─▶ Run ─▶ problems(run)                     what RolloutCallback.setup asks in every run
-             └──▶ make_plan ─▶ Plan ─▶ summary, table   ``lightning-rlhf plan``, and the start of every fit
+    read_run ─▶ Run ─▶ problems(run)                       what `RolloutCallback` asks in every run
+                 └──▶ make_plan ─▶ Plan ─▶ summary, full   at the start of a fit, and ``lightning-rlhf plan``
+
+Nothing here reads weights, uses a GPU or talks to other processes.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_rlhf.hf_config import check_class
 from lightning_rlhf.ulysses import head_plan, set_attention
 
 _TOKENS = 1024
@@ -81,10 +82,12 @@ def shape_of(
         head: False for a critic's backbone, a value head included.
 
     Raises:
-        NotImplementedError: the model cannot attend over packed streams.
+        NotImplementedError: the model takes images or cannot attend over packed streams.
+        ValueError: it is no causal language model.
     """
     from transformers import AutoModelForCausalLM
 
+    check_class(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         backbone = model if head else model.base_model

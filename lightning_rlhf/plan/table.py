@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from lightning_rlhf.plan import Plan
+from lightning_rlhf.plan import Plan, problems
 from lightning_rlhf.plan.memory import GIB
 
 
@@ -17,14 +19,15 @@ def show(text: Group) -> None:
 
 
 def summary(plan: Plan) -> Group:
-    """Meshes, arithmetic, peaks and problems."""
+    """Meshes, arithmetic, peaks, and what the estimate finds; the checks' own warnings come from the `RolloutCallback`."""
     table = _grid()
     for key, value in _lines(plan).items():
         table.add_row(key, value)
     title, unit = _memory(plan)
     peaks = "   ".join(f"{phase.name} {phase.total / unit:.1f}" for phase in plan.phases)
     table.add_row(title, f"{peaks}   of {plan.device_memory / GIB:.0f} (estimate)" if _on_gpu(plan) else peaks)
-    return Group(table, *_remarks(plan))
+    told = problems(plan.run)
+    return Group(table, *_remarks(replace(plan, problems=tuple(p for p in plan.problems if p not in told))))
 
 
 def full(plan: Plan) -> Group:
