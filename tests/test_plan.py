@@ -396,10 +396,11 @@ def test_one_optimizer_step_without_reference_needs_no_pass_before_the_update():
 def test_what_does_not_fit_is_said_with_what_to_change():
     engine = VLLMEngine(gpu_memory_utilization=0.001)
     plan = plan_of(_ppo(), RolloutCallback(engine=engine), memory=2**28)
-    error, warning = plan.problems
+    error, *warnings = plan.problems
     assert "the engine's KV cache holds" in error.message
     assert "the longest sequence has 500: raise rollout.engine.gpu_memory_utilization" in error.message
-    assert "is estimated at 2 GiB of the GPU's 0" in warning.message
+    assert [w.message.partition(" ")[0] for w in warnings] == ["rollout", "log_prob", "update"]
+    assert "is estimated at 2 GiB of the GPU's 0, most of it context: use a larger GPU" in warnings[0].message
 
 
 def test_the_embedded_engine_decodes_a_batch_at_a_time():

@@ -148,13 +148,14 @@ def _memory_problems(plan: Plan) -> list[Problem]:
             " kv_cache_memory_bytes"
         )
         found.append(Problem("error", message))
-    if plan.peak.total > plan.device_memory:
-        largest = max(plan.peak.parts, key=lambda name: plan.peak.parts[name])
-        message = (
-            f"{plan.peak.name} is estimated at {plan.peak.total / GIB:.0f} GiB of the GPU's"
-            f" {plan.device_memory / GIB:.0f}, most of it {largest}: {_REMEDIES[largest]}"
-        )
-        found.append(Problem("warning", message))
+    for phase in plan.phases:
+        if phase.total > plan.device_memory:
+            largest = max(phase.parts, key=lambda name: phase.parts[name])
+            message = (
+                f"{phase.name} is estimated at {phase.total / GIB:.0f} GiB of the GPU's {plan.device_memory / GIB:.0f},"
+                f" most of it {largest}: {_REMEDIES[largest]}"
+            )
+            found.append(Problem("warning", message))
     return found
 
 
@@ -162,7 +163,7 @@ _REMEDIES = {
     "activations": "lower model.micro_batch_tokens or set model.gradient_checkpointing",
     "working": "lower model.micro_batch_tokens",
     "engine": "lower rollout.engine.gpu_memory_utilization or raise rollout.sleep_level",
-    "optimizer": "use more GPUs, or set rollout.offload_optimizer if this is the rollout",
+    "optimizer": "use more GPUs, an optimizer with less state, or in the rollout rollout.offload_optimizer",
     "parameters": "use more GPUs",
     "gradients": "use more GPUs",
     "reference": "use more GPUs or set model.kl.coef to 0",
