@@ -263,6 +263,10 @@ def transformers_kernel(implementation: str) -> Kernel:
     return kernel
 
 
+class MissingKernel(ValueError):
+    """A kernel whose package is not installed here."""
+
+
 _PACKAGES = {
     "flash_attention_2": ("flash_attn", "pip install 'lightning-rlhf[flash-attn]'"),
     "flash_attention_3": (
@@ -334,6 +338,6 @@ def _varlen_function(name: str) -> Callable[..., Any]:
     try:
         return import_module(module).flash_attn_varlen_func
     except (ImportError, AttributeError) as error:
-        raise ValueError(
+        raise MissingKernel(
             f"model.attention: {name} needs the package {module} ({error}): {remedy}, or set auto"
         ) from None

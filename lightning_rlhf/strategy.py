@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -68,11 +67,6 @@ class FSDP2Precision(Precision):
     def __init__(self, precision: str = "32-true") -> None:
         if precision not in _DTYPES:
             raise ValueError(f"trainer.precision must be one of {', '.join(_DTYPES)}, got {precision!r}")
-        if precision == "bf16-true":
-            rank_zero_warn(
-                "trainer.precision bf16-true keeps no float32 master weights: with AdamW and a learning rate under about"
-                " 1e-4 most updates vanish in rounding, use bf16-mixed"
-            )
         self.precision = precision  # type: ignore[assignment]
 
     @property
@@ -96,7 +90,8 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
 
     Args:
         sequence_parallel_size: ranks that share one sequence. 1 switches it off.
-        data_parallel_replicate: replicas of the sharded model (hybrid sharding); 1 shards over all ranks.
+        data_parallel_replicate: replicas of the sharded model (hybrid sharding); 1 shards over all ranks, nodes keeps one
+            replica on each node.
         process_group_backend: default "cpu:gloo,cuda:nccl" on CUDA and "gloo" on CPU.
         timeout_minutes: of collectives; a rollout may keep ranks waiting for the slowest.
         prefetch: layers that are gathered ahead of the one that computes; 0 leaves it to FSDP2 (one, in backward).
@@ -105,13 +100,14 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
             embedding too after forward; null frees all but that.
 
     Raises:
-        ValueError: the world size is not a multiple of ``sequence_parallel_size * data_parallel_replicate``.
+        ValueError: the world size is not a multiple of ``sequence_parallel_size * data_parallel_replicate``, or a
+            sequence-parallel group would span nodes.
     """
 
     def __init__(
         self,
         sequence_parallel_size: int = 1,
-        data_parallel_replicate: int = 1,
+        data_parallel_replicate: int | Literal["nodes"] = 1,
         process_group_backend: str | None = None,
         timeout_minutes: float = 30.0,
         prefetch: int = 0,
@@ -123,7 +119,7 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
             ("sequence_parallel_size", sequence_parallel_size),
             ("data_parallel_replicate", data_parallel_replicate),
         ):
-            if value < 1:
+            if value != "nodes" and value < 1:
                 raise ValueError(f"trainer.strategy.{name} must be at least 1, got {value}")
         super().__init__(process_group_backend=process_group_backend, timeout=timedelta(minutes=timeout_minutes))
         self.sequence_parallel_size = sequence_parallel_size
@@ -137,11 +133,11 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
     def setup_environment(self) -> None:
         if self._process_group_backend is None and self.root_device.type == "cuda":
             self._process_group_backend = "cpu:gloo,cuda:nccl"
+        self.check_world_size(self.num_nodes * self.num_processes, self.num_nodes)
         self._setup_distributed()  # not super(): that builds Lightning's own (data, tensor) mesh
-        self.check_world_size(self.world_size)
         device, sp = self.root_device.type, self.sequence_parallel_size
         self._data_mesh = init_device_mesh(device, (self.world_size // sp, sp), mesh_dim_names=("dp", "sp"))
-        replicas = self.data_parallel_replicate
+        replicas = self.replicas(self.num_nodes)
         if replicas == 1:
             self._device_mesh = init_device_mesh(device, (self.world_size,), mesh_dim_names=("shard",))
         else:
@@ -150,13 +146,22 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
-    def check_world_size(self, world_size: int) -> None:
-        """Raise unless the meshes tile ``world_size`` ranks."""
-        sp, replicas = self.sequence_parallel_size, self.data_parallel_replicate
+    def replicas(self, num_nodes: int) -> int:
+        """Copies of the sharded model on so many nodes."""
+        return num_nodes if self.data_parallel_replicate == "nodes" else self.data_parallel_replicate
+
+    def check_world_size(self, world_size: int, num_nodes: int = 1) -> None:
+        """Raise unless the meshes tile ``world_size`` ranks and sequence-parallel groups lie inside a node."""
+        sp, replicas = self.sequence_parallel_size, self.replicas(num_nodes)
         if world_size % (sp * replicas):
             raise ValueError(
                 f"{world_size} processes are no multiple of sequence_parallel_size x data_parallel_replicate = {sp} x"
                 f" {replicas}: change trainer.devices, trainer.num_nodes or the strategy's sizes"
+            )
+        if (world_size // num_nodes) % sp:  # its all-to-alls in every layer would cross the network
+            raise ValueError(
+                f"sequence_parallel_size={sp} must divide the {world_size // num_nodes} processes of a node, a group would"
+                " span nodes: lower it or change trainer.devices"
             )
 
     @property
@@ -377,9 +382,13 @@ def _plain(value: Any) -> Any:
     return value
 
 
-StrategyRegistry.register(
-    "fsdp_ulysses",
-    FSDPUlyssesStrategy,
-    description="FSDP2 with DeepSpeed-Ulysses sequence parallelism",
-    override=True,
-)
+for _name, _replicate in (("fsdp_ulysses", 1), ("hsdp_ulysses", "nodes")):
+    for _ranks in (1, 2, 4, 8):
+        StrategyRegistry.register(
+            _name if _ranks == 1 else f"{_name}_sp{_ranks}",
+            FSDPUlyssesStrategy,
+            description="FSDP2 with DeepSpeed-Ulysses sequence parallelism",
+            override=True,
+            sequence_parallel_size=_ranks,
+            data_parallel_replicate=_replicate,
+        )

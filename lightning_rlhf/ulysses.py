@@ -205,17 +205,32 @@ def use_packed_attention(
 ) -> str:
     """Make a transformers model that computes in ``dtype`` attend over packed streams; returns what the log says of it.
 
+    Raises:
+        NotImplementedError: see `set_attention`.
+        ValueError: the kernel cannot run here, or lacks what the model's attention needs.
+    """
+    config = model.config.get_text_config()  # type: ignore[union-attr,operator]
+    sinks = next((p for n, p in model.named_parameters() if n.endswith(".sinks")), None)
+    needs = Features(softcap=getattr(config, "attn_logit_softcapping", None), sinks=sinks)
+    resolved, function = choose_kernel(kernel, device, dtype, needs)
+    # transformers tests names for the substring "flash" and would look for the package
+    name = f"packed_{resolved.replace('flash_attention_', 'fa')}_sp{group_size(group)}"
+    set_attention(model, name, packed_attention(function, group))
+    return f"attention {describe(resolved)}, packed, sequence parallel {group_size(group)}"
+
+
+def set_attention(model: nn.Module, name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
+    """Register an attention function over packed streams and make a transformers model use it.
+
     No mask function is registered under the name, so that transformers builds no mask at all.
 
     Raises:
         NotImplementedError: the model's attention is not fully described by its arguments (it would be silently wrong).
-        ValueError: the kernel cannot run here, or lacks what the model's attention needs.
     """
     from transformers import AttentionInterface
 
-    config = model.config.get_text_config()  # type: ignore[union-attr,operator]
     kind = type(model).__name__
-    if getattr(model, "_is_stateful", False) and not getattr(config, "layer_types", None):
+    if getattr(model, "_is_stateful", False) and not getattr(model.config.get_text_config(), "layer_types", None):  # type: ignore[union-attr,operator]
         raise NotImplementedError(f"{kind} cannot be packed: it is recurrent, which mixes the tokens of neighbours")
     # the first flag says that attention needs no mask, the second that every keyword reaches the function
     if not (getattr(model, "_supports_flash_attn", False) and getattr(model, "_supports_attention_backend", False)):
@@ -223,16 +238,10 @@ def use_packed_attention(
             f"{kind} cannot be packed: its attention needs a mask or a position bias (ALiBi), or does not use"
             " transformers' AttentionInterface"
         )
-    sinks = next((p for n, p in model.named_parameters() if n.endswith(".sinks")), None)
-    needs = Features(softcap=getattr(config, "attn_logit_softcapping", None), sinks=sinks)
-    resolved, function = choose_kernel(kernel, device, dtype, needs)
-    # transformers tests names for the substring "flash" and would look for the package
-    name = f"packed_{resolved.replace('flash_attention_', 'fa')}_sp{group_size(group)}"
-    AttentionInterface.register(name, packed_attention(function, group))
+    AttentionInterface.register(name, function)
     model.set_attn_implementation(name)  # type: ignore[operator]
     if model.config._attn_implementation != name:  # type: ignore[union-attr]
         raise NotImplementedError(f"{kind} does not use transformers' AttentionInterface")
-    return f"attention {describe(resolved)}, packed, sequence parallel {group_size(group)}"
 
 
 def check_packable(config: Any) -> None:

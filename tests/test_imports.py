@@ -20,6 +20,8 @@ ALLOWED = {
     "kernels": set(),
     "ulysses": {"kernels"},
     "tiny": set(),
+    "paths": {"tiny"},
+    "hf_config": set(),
     "packing": {"types"},
     "runners": {"rewards"},
     "calls": {"rewards"},
@@ -30,12 +32,13 @@ ALLOWED = {
     "rewards": {"types", "tiny"},
     "scoring": {"types", "calls", "rewards", "runners"},
     "strategy": {"ulysses"},
-    "modules": {"types", "kernels", "phases", "packing", "ulysses", "flops", "tiny", "scoring"},
-    "rollout": {"types"},
-    "callbacks": {"rollout", "types", "phases", "flops"},
-    "cli": {"callbacks", "data", "modules", "strategy", "types"},
+    "modules": {"types", "kernels", "phases", "packing", "ulysses", "flops", "hf_config", "paths", "scoring", "tiny"},
+    "rollout": {"types", "hf_config"},
+    "plan": {"flops", "hf_config", "kernels", "modules", "paths", "rollout", "sampler", "strategy", "ulysses"},
+    "callbacks": {"rollout", "types", "phases", "flops", "hf_config", "plan"},
+    "cli": {"callbacks", "data", "modules", "plan", "types"},
     "__main__": {"cli"},
-    "__init__": {"callbacks", "data", "modules", "strategy", "types", "rollout"},
+    "__init__": {"callbacks", "data", "modules", "packing", "strategy", "types", "rollout"},
 }
 
 

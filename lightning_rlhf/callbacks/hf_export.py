@@ -23,6 +23,8 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
+from lightning_rlhf.hf_config import load_config
+
 
 class HFExport(pl.Callback):
     """Exports the policy every n iterations and at the end of training.
@@ -78,8 +80,9 @@ class HFExport(pl.Callback):
         assert self.dirpath is not None
         target = Path(self.dirpath) / f"iteration_{trainer.global_step:06d}"
         settings, tokenizer = pl_module.settings, pl_module.tokenizer
-        trust, adapter = settings.trust_remote_code, self.adapter
-        export(pl_module.actor, target, settings.path, tokenizer, trainer.strategy, trust, adapter=adapter)
+        changes, adapter = settings.config_overrides, self.adapter
+        trust = settings.trust_remote_code
+        export(pl_module.actor, target, settings.path, tokenizer, trainer.strategy, trust, changes, adapter=adapter)
 
 
 def export(
@@ -89,6 +92,8 @@ def export(
     tokenizer: Any,
     strategy: Strategy,
     trust_remote_code: bool = False,
+    config_overrides: Mapping[str, Any] | None = None,
+    *,
     adapter: bool = False,
 ) -> None:
     """Gather the weights of ``actor``, or with ``adapter`` of its adapter, and write them on rank 0: a collective.
@@ -109,7 +114,7 @@ def export(
                     actor.adapter.save(draft, weights)
                     tokenizer.save_pretrained(draft)
             else:
-                write_folder(target, weights, model_path, tokenizer, trust_remote_code)
+                write_folder(target, weights, model_path, tokenizer, trust_remote_code, config_overrides)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
     failure = strategy.broadcast(failure)
@@ -118,7 +123,12 @@ def export(
 
 
 def write_folder(
-    target: Path, weights: Mapping[str, Tensor], model_path: str, tokenizer: Any, trust_remote_code: bool = False
+    target: Path,
+    weights: Mapping[str, Tensor],
+    model_path: str,
+    tokenizer: Any,
+    trust_remote_code: bool = False,
+    config_overrides: Mapping[str, Any] | None = None,
 ) -> None:
     """Write weights, config, generation config and tokenizer under a temporary name, then rename.
 
@@ -128,9 +138,10 @@ def write_folder(
         model_path: folder with the config that the weights belong to.
         tokenizer: anything with ``save_pretrained``.
         trust_remote_code: the model's class comes with its folder.
+        config_overrides: with which the model was built; they become part of its config.
     """
     with _appearing_whole(target) as draft:
-        model = _skeleton(model_path, trust_remote_code)
+        model = _skeleton(model_path, trust_remote_code, config_overrides)
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         model.save_pretrained(draft, state_dict={n: t for n, t in weights.items() if n not in tied})
         tokenizer.save_pretrained(draft)
@@ -151,11 +162,11 @@ def _appearing_whole(target: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _skeleton(model_path: str, trust_remote_code: bool) -> Any:
+def _skeleton(model_path: str, trust_remote_code: bool, config_overrides: Mapping[str, Any] | None) -> Any:
     """The model without weights: what `save_pretrained` needs to know of its class."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    config = load_config(model_path, config_overrides, trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
     if (Path(model_path) / "generation_config.json").exists():

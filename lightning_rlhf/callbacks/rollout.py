@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import lightning.pytorch as pl
 import torch
 from jsonargparse.typing import NonNegativeInt
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_rlhf.callbacks.offload import HostMemory
+from lightning_rlhf.plan import Run, problems, read_run
+from lightning_rlhf.plan.checks import too_long
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.weights import gather, with_checksum
@@ -85,29 +88,14 @@ class RolloutCallback(pl.Callback):
         self._host = HostMemory()  # its buffers are those of one module
 
     def _engine_setup(self, trainer: pl.Trainer, module: RLHFLightningModule) -> EngineSetup:
-        strategy, data = module.strategy, getattr(trainer, "datamodule", None)
+        run, strategy, data = run_of(trainer, module, self), module.strategy, getattr(trainer, "datamodule", None)
+        for problem in problems(run):
+            if problem.kind == "error":
+                raise ValueError(problem.message)
+            rank_zero_warn(problem.message)
         limit = module.check_models()
-        response = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
-        prompt = getattr(data, "max_prompt_length", None) or getattr(data, "longest_prompt", None)
-        longest = prompt + response if prompt else limit
-        if response >= limit or longest > limit:
-            raise ValueError(
-                f"data.max_prompt_length + rollout.sampling.max_completion_length = {longest} exceed the model's"
-                f" {limit} positions: lower one of them"
-            )
-        budget = module.micro_batch_tokens * strategy.sequence_parallel_size
-        if (prompt or 1) + self.sampling.max_completion_length > budget:
-            raise ValueError(
-                f"the longest sequence has {(prompt or 1) + self.sampling.max_completion_length} tokens (prompt + response), a"
-                f" micro-batch holds {budget}: raise model.micro_batch_tokens, or lower data.max_prompt_length or"
-                " rollout.sampling.max_completion_length"
-            )
-        responses = getattr(data, "batch_size", 0) * self.sampling.num_generations
-        if responses and module.mini_batches > responses:
-            raise ValueError(
-                f"model.mini_batches is {module.mini_batches}, a rollout has only {responses} responses"
-                " (data.batch_size x num_generations): lower it"
-            )
+        if run.prompt_length and run.context > limit:
+            raise ValueError(too_long(run, limit))
         sizes = [
             -(-getattr(data, name, 256) // strategy.dp_size) * sampling.num_generations
             for name, sampling in (("batch_size", self.sampling), ("val_batch_size", self.val_sampling))
@@ -119,10 +107,11 @@ class RolloutCallback(pl.Callback):
             dtype=strategy.precision_plugin.compute_dtype,
             eos_token_ids=module.eos_token_ids,
             pad_token_id=module.pad_token_id,
-            max_model_len=longest,
+            max_model_len=run.context,
             max_num_seqs=max(sizes),
             seed=module.seed,
             trust_remote_code=module.settings.trust_remote_code,
+            config_overrides=module.settings.config_overrides,
         )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -233,3 +222,17 @@ def _roots(module: RLHFLightningModule) -> list[torch.nn.Module]:
     """The sharded models of a module; not a reference whose shards live on the host anyway."""
     names = ["actor", "critic"] if module.settings.offload_reference else ["actor", "critic", "reference"]
     return [root for name in names if (root := getattr(module, name, None)) is not None]
+
+
+def run_of(trainer: pl.Trainer, module: RLHFLightningModule, rollout: RolloutCallback) -> Run:
+    """The numbers of the run that a trainer is set up for."""
+    return read_run(
+        module,
+        getattr(trainer, "datamodule", None),
+        rollout,
+        module.strategy,
+        config=module.settings.config,
+        world_size=trainer.world_size,
+        num_nodes=trainer.num_nodes,
+        device_type=module.strategy.root_device.type,
+    )

@@ -261,13 +261,26 @@ class RLHFLightningModule(pl.LightningModule):
 
     def check_models(self) -> int:
         """Refuse models that cannot be trained here before any weights are loaded; returns the longest sequence they take."""
-        return check_model(self.settings, self.strategy)
+        return min(check_model(settings, self.strategy) for settings in set(self.roles.values()))
+
+    @property
+    def roles(self) -> dict[str, ModelSettings]:
+        """The models of a run, in the order they are built; the reference is the one that is not trained."""
+        own_reference = (
+            self.needs_reference and self.settings.lora is None
+        )  # with LoRA it is the actor without its adapter
+        return {"actor": self.settings} | ({"reference": self.settings} if own_reference else {})
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """Of the trained roles."""
+        return {"actor": self.lr}
 
     def configure_model(self) -> None:
         if self.actor is not None:
             return
         self.actor = build_policy(self.settings, self.strategy, seed=self.seed)
-        if self.needs_reference and self.settings.lora is None:
+        if "reference" in self.roles:
             self.reference = build_policy(self.settings, self.strategy, frozen=True)
 
     def parameter_groups(self) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +112,10 @@ def _full_state(
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        settings.path, dtype=torch.float32, trust_remote_code=settings.trust_remote_code
+        settings.path,
+        config=deepcopy(settings.config),
+        dtype=torch.float32,
+        trust_remote_code=settings.trust_remote_code,
     )
     source = model.state_dict()
     own = {n: p.dtype for n, p in root.named_parameters(remove_duplicate=False) if not n.startswith(skip or ("\0",))}

@@ -9,6 +9,7 @@ sharded, allocated, and every rank reads its own slices of the safetensors.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lightning_rlhf.hf_config import check_class
 from lightning_rlhf.modules.execution import apply_execution, bucketed, check_execution
 from lightning_rlhf.modules.head import LogProbHead
 from lightning_rlhf.modules.loading import load_pretrained, meta_parameters
@@ -245,9 +247,10 @@ def _added(root: _PackedModel) -> tuple[str, ...]:
 
 def _causal_lm(settings: ModelSettings, dtype: torch.dtype) -> nn.Module:
     """Without any randomness in training mode: log-probs of rollout, old policy and update must be of one distribution."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
+    config = deepcopy(settings.config)
+    check_class(config)
     check_packable(config)
     if settings.lora is not None and getattr(config, "quantization_config", None):
         raise NotImplementedError(

@@ -18,7 +18,7 @@ from lightning_rlhf.modules.base import RLHFLightningModule
 from lightning_rlhf.modules.batching import MicroBatch
 from lightning_rlhf.modules.losses import value_loss
 from lightning_rlhf.modules.metrics import Metrics
-from lightning_rlhf.modules.policy import Critic, build_critic, check_model
+from lightning_rlhf.modules.policy import Critic, build_critic
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.types import Experience
 
@@ -69,16 +69,17 @@ class PPOLightningModule(RLHFLightningModule):
             )
 
     @property
-    def critic_settings(self) -> ModelSettings:
-        return replace(self.settings, model=self.critic_model)
+    def roles(self) -> dict[str, ModelSettings]:
+        return super().roles | {"critic": replace(self.settings, model=self.critic_model)}
 
-    def check_models(self) -> int:
-        return min(super().check_models(), check_model(self.critic_settings, self.strategy))
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        return super().learning_rates | {"critic": self.critic_lr}
 
     def configure_model(self) -> None:
         super().configure_model()
         if self.critic is None:
-            self.critic = build_critic(self.critic_settings, self.strategy, seed=self.seed)
+            self.critic = build_critic(self.roles["critic"], self.strategy, seed=self.seed)
 
     @cached_property
     def flops(self) -> list[Passes]:

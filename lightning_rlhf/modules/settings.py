@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jsonargparse.typing import PositiveInt
 
+from lightning_rlhf.hf_config import load_config
 from lightning_rlhf.kernels import check_kernel
-from lightning_rlhf.tiny import TINY, local_path
+from lightning_rlhf.paths import local_path
+from lightning_rlhf.tiny import TINY
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -100,7 +102,7 @@ class ModelSettings:
     """A transformers model and how its forward and backward passes are run.
 
     Args:
-        model: local folder or hub id, or ``random:tiny``.
+        model: local folder, hub id, URL of a folder (``s3://…``, any file system of fsspec), or ``random:tiny``.
         attention: kernel: auto, torch, padded, reference, or flash_attention_2, 3 or 4 (docs/models.md).
         gradient_checkpointing: recompute layers in backward. full (or true): every layer, a third more time, far less memory;
             selective: what attention returned is kept; every_second: every other layer; off (or false).
@@ -111,6 +113,8 @@ class ModelSettings:
         compile: `torch.compile` each decoder layer.
         liger: Liger's fused RMSNorm, gated MLP and rotary embedding (CUDA; the extra ``liger``).
         lora: train adapters only; null trains all parameters.
+        config_overrides: changes of the transformers config, such as {rope_parameters: {rope_type: yarn, factor: 4.0}}; a
+            nested config takes its own; the engine gets them too.
     """
 
     model: str
@@ -122,7 +126,8 @@ class ModelSettings:
     offload_reference: bool = False
     compile: bool = False
     liger: bool = False
-    lora: LoRA | None = None
+    lora: LoRA | None = field(default=None, hash=False)
+    config_overrides: dict[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         check_kernel(self.attention)
@@ -151,10 +156,15 @@ class ModelSettings:
 
     @cached_property
     def path(self) -> str:
-        """Local folder of `model`; downloads it if it is a hub id."""
+        """Local folder of `model`; downloads it if it is elsewhere."""
         return local_path(self.model, self.trust_remote_code)
 
     @property
     def source(self) -> str:
         """What others find the model by: a hub id stays one."""
         return self.path if self.model == TINY else self.model
+
+    @cached_property
+    def config(self) -> Any:
+        """Of transformers, overrides applied."""
+        return load_config(self.path, self.config_overrides, self.trust_remote_code)

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from lightning_rlhf.rollout.engine import EngineSetup, NamedTensors, RolloutEngine
+from lightning_rlhf.rollout.engine import EngineMemory, EngineSetup, NamedTensors, RolloutEngine
 from lightning_rlhf.rollout.vllm_process import (
     check_version,
     claim_process,
@@ -147,6 +147,8 @@ class VLLMEngine(RolloutEngine):
             "enable_sleep_mode": not on_cpu,
             "disable_log_stats": True,
         }
+        if context.config_overrides:
+            arguments["hf_overrides"] = context.config_overrides
         if not eager:
             arguments["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(max_num_seqs)}
         if dist.is_initialized():
@@ -158,6 +160,15 @@ class VLLMEngine(RolloutEngine):
         config = self._config.model_config
         packed = self.context.device.type != "cuda" or config.quantization is not None or is_moe(config)
         return "layerwise" if packed else "plain"
+
+    @property
+    def context_limit(self) -> int | None:
+        return self.engine_args.get("max_model_len")
+
+    def plan_memory(self, weights: int, kv_token: int, context: int, sequences: int, device: int) -> EngineMemory:
+        """The share of the GPU that vLLM fills, whatever the lengths."""
+        share = int(self.engine_args.get("gpu_memory_utilization", self.gpu_memory_utilization) * device)
+        return EngineMemory(weights, self.kv_cache_memory_bytes or max(0, share - weights))
 
     # ── memory and weights ───────────────────────────────────────────────────────────────────────────────────────────
 
