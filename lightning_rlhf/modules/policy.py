@@ -250,8 +250,8 @@ def _causal_lm(settings: ModelSettings, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     config = deepcopy(settings.config)
-    check_class(config)
     check_packable(config)
+    check_class(config)
     if settings.lora is not None and getattr(config, "quantization_config", None):
         raise NotImplementedError(
             "model.lora: the weights of model.model are quantised, their shards cannot be trained on (QLoRA): use the same"
