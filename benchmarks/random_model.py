@@ -6,6 +6,7 @@ python benchmarks/random_model.py 1.5b /tmp/qwen2-1.5b
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 
@@ -20,13 +21,12 @@ SHAPES = {
 }
 
 
-def write(shape: str, folder: str) -> None:
-    """Write the folder."""
-    from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
+def config_of(shape: str, positions: int = 32768) -> Any:
+    """The transformers config of a shape."""
+    from transformers import Qwen2Config
 
     hidden, layers, heads, kv_heads, intermediate, vocabulary, tied = SHAPES[shape]
-    write_byte_tokenizer(folder)
-    config = Qwen2Config(
+    return Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -34,11 +34,19 @@ def write(shape: str, folder: str) -> None:
         num_key_value_heads=kv_heads,
         intermediate_size=intermediate,
         tie_word_embeddings=tied,
-        max_position_embeddings=32768,
+        max_position_embeddings=positions,
         bos_token_id=None,
         eos_token_id=1,
         pad_token_id=0,
     )
+
+
+def write(shape: str, folder: str) -> None:
+    """Write the folder."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    config = config_of(shape)
+    write_byte_tokenizer(folder)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
