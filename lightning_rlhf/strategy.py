@@ -12,6 +12,7 @@ LightningModule (hooks of a sharded LightningModule would never fire: Lightning 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -254,6 +255,10 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         """A unit that computes in float32 whatever the precision: its inputs are cast up."""
         policy = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.float32)
         fully_shard(unit, mesh=self.device_mesh, mp_policy=policy)
+
+    def shard_uncast(self, unit: nn.Module) -> None:
+        """A unit that gets its inputs as they are: the blocks of a vision tower take rotary angles in float32."""
+        fully_shard(unit, mesh=self.device_mesh, mp_policy=replace(self.precision_plugin.policy, cast_forward_inputs=False))
 
     def materialize(self, root: nn.Module) -> None:
         """Allocate a sharded root whose parameters are on the meta device; the values are undefined until loaded."""

@@ -15,9 +15,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lightning_rlhf.images import auto_class, is_vision_language
 from lightning_rlhf.modules.head import LogProbHead
 from lightning_rlhf.modules.loading import load_pretrained, meta_parameters
 from lightning_rlhf.modules.settings import ModelSettings
+from lightning_rlhf.modules.vision import freeze, merged_inputs, shard_tower
 from lightning_rlhf.packing import Packed
 from lightning_rlhf.ulysses import check_packable, gather_sequence, group_size, shard_sequence, use_packed_attention
 
@@ -32,12 +34,22 @@ class _PackedModel(nn.Module):
         super().__init__()
         self.model = model
         self._group = strategy.sp_group
+        self.sees = is_vision_language(model.config)
         dtype = model.dtype if model.dtype != torch.float32 else strategy.precision_plugin.compute_dtype
-        use_packed_attention(model, kernel, strategy.root_device, self._group, dtype)  # type: ignore[arg-type]
+        use_packed_attention(self.decoder, kernel, strategy.root_device, self._group, dtype)  # type: ignore[arg-type]
+        if self.sees:
+            if kernel.startswith("flash_attention"):
+                self.backbone.visual.set_attn_implementation(kernel)  # type: ignore[union-attr,operator]
+            shard_tower(self.backbone.visual, strategy)  # type: ignore[union-attr]
 
     @property
     def backbone(self) -> nn.Module:
         return self.model.base_model  # type: ignore[return-value]
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The backbone, of a vision-language model its language model."""
+        return self.backbone.language_model if self.sees else self.backbone  # type: ignore[return-value]
 
     @property
     def hidden_size(self) -> int:
@@ -47,13 +59,12 @@ class _PackedModel(nn.Module):
     def layers(self) -> list[nn.Module]:
         """The decoder layers: transformers names the modules that must not be split."""
         names = set(getattr(self.model, "_no_split_modules", None) or ())
-        return [m for m in self.backbone.modules() if type(m).__name__ in names]
+        return [m for m in self.decoder.modules() if type(m).__name__ in names]
 
     def hidden_rows(self, packed: Packed) -> Float[Tensor, "R h"]:
         """Final hidden states at this rank's response positions."""
-        output = self.backbone(
-            input_ids=shard_sequence(packed.input_ids, self._group)[None],
-            position_ids=shard_sequence(packed.position_ids, self._group)[None],
+        output = self.decoder(
+            **self.inputs(packed),
             use_cache=False,
             cu_seq_lens_q=packed.cu_seqlens,
             cu_seq_lens_k=packed.cu_seqlens,
@@ -61,6 +72,17 @@ class _PackedModel(nn.Module):
             max_length_k=packed.max_length,
         )
         return output.last_hidden_state[0].index_select(0, packed.rows)
+
+    def inputs(self, packed: Packed) -> dict[str, Tensor]:
+        """This rank's piece of the stream, as the decoder takes it."""
+        if self.sees:
+            return merged_inputs(self.backbone, packed, self._group)
+        if packed.images is not None:
+            raise ValueError(f"the prompts have images, {type(self.model).__name__} is a text model: take another critic")
+        return {
+            "input_ids": shard_sequence(packed.input_ids, self._group)[None],
+            "position_ids": shard_sequence(packed.position_ids, self._group)[None],
+        }
 
     def align(self, values: Float[Tensor, "R"], packed: Packed) -> Float[Tensor, "b T"]:
         """Values at this rank's response positions -> response-aligned, gathered over the sequence-parallel group."""
@@ -153,7 +175,7 @@ def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> Crit
 
 
 def _causal_lm(settings: ModelSettings, dtype: torch.dtype, strategy: FSDPUlyssesStrategy) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
     check_packable(config, strategy.sequence_parallel_size)
@@ -165,8 +187,10 @@ def _causal_lm(settings: ModelSettings, dtype: torch.dtype, strategy: FSDPUlysse
         for name, value in holder.to_dict().items():
             if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
                 setattr(holder, name, 0.0)  # log-probs of rollout and update must be of one distribution
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=settings.trust_remote_code)
+    model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=settings.trust_remote_code)
     model.tie_weights()
+    if is_vision_language(config) and settings.freeze_vision:
+        freeze(model.base_model.visual, dtype if dtype != torch.float32 else strategy.precision_plugin.compute_dtype)
     return model
 
 

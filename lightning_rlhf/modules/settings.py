@@ -18,12 +18,14 @@ class ModelSettings:
         attention: kernel: auto, torch, padded, reference, or a transformers name such as flash_attention_3.
         gradient_checkpointing: recompute layers in backward: a third more time, far less memory.
         trust_remote_code: run model code that comes with the weights.
+        freeze_vision: leave a vision-language model's vision tower as it is; it is then held in the compute dtype.
     """
 
     model: str
     attention: str = "auto"
     gradient_checkpointing: bool = False
     trust_remote_code: bool = False
+    freeze_vision: bool = True
 
     def __post_init__(self) -> None:
         check_kernel(self.attention)
