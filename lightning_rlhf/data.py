@@ -241,7 +241,8 @@ class PromptDataModule(pl.LightningDataModule):
         tokenizer = _tokenizer(self.tokenizer) if self.tokenizer else getattr(module, "tokenizer", None)
         if tokenizer is None:
             raise ValueError("data.tokenizer must be given when the module has no attribute tokenizer")
-        return PromptEncoder(tokenizer, self.chat_template, self.system_prompt, self.chat_template_args)
+        vision = getattr(module, "vision", None)
+        return PromptEncoder(tokenizer, self.chat_template, self.system_prompt, self.chat_template_args, vision)
 
     @property
     def _ranks(self) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def with_image_parts(messages: list[dict[str, Any]], count: int) -> list[dict[st
 
 
 def open_picture(stored: Any) -> Any:
-    """A PIL image, of a file only the header is read.
+    """A PIL image, not decoded yet.
 
     Args:
         stored: a PIL image, encoded bytes, a path, or the ``{"bytes": …, "path": …}`` of `datasets`.
@@ -105,14 +105,15 @@ def open_picture(stored: Any) -> Any:
         source = source.get("bytes") or source.get("path")
     if isinstance(source, Image.Image):
         return source
-    if isinstance(source, bytes):
-        source = BytesIO(source)
-    elif not isinstance(source, str | Path):
+    if not isinstance(source, bytes | str | Path):
         raise ValueError(f"must be a PIL image, bytes or a path, got {type(stored).__name__}")
     try:
-        return Image.open(source)
+        encoded = BytesIO(source if isinstance(source, bytes) else Path(source).read_bytes())
+        return Image.open(encoded)
+    except Image.UnidentifiedImageError as error:
+        raise ValueError("is in no format that Pillow reads") from error
     except OSError as error:
-        raise ValueError(str(error).replace(repr(source), "the data")) from error
+        raise ValueError(f"cannot be read: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ class ImageEncoder:
         for number, one in enumerate(stored):
             try:
                 pictures.append(_decoded(open_picture(one)))
-            except (ValueError, OSError) as error:
+            except (ValueError, OSError) as error:  # the latter from a file that ends too early
                 raise ValueError(f"cannot be shown: image {number} {error}") from error
         patches = self.processor(images=pictures, return_tensors="pt")
         grid: Tensor = patches["image_grid_thw"]
@@ -198,16 +199,24 @@ class ImageEncoder:
         )
 
 
+def _orientation(picture: Any) -> int:
+    """The EXIF value: 1 is upright, from 5 on width and height are exchanged."""
+    if picture.format == "PNG" and "exif" not in picture.info:
+        return 1  # asking would decode the pixels, in case that it comes behind them
+    return picture.getexif().get(0x0112, 1)
+
+
 def _upright_size(picture: Any) -> tuple[int, int]:
     width, height = picture.size
-    return (height, width) if picture.getexif().get(0x0112, 1) >= 5 else (width, height)  # lying on its side
+    return (height, width) if _orientation(picture) >= 5 else (width, height)
 
 
 def _decoded(picture: Any) -> Any:
     """Upright and RGB, once: engines that process pictures themselves treat transparency in ways of their own."""
     from PIL import ImageOps
 
-    return ImageOps.exif_transpose(picture).convert("RGB")
+    upright = picture if _orientation(picture) == 1 else ImageOps.exif_transpose(picture)
+    return upright.convert("RGB")
 
 
 # -- token ids and positions ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Vision-language models: packed and sharded against stock transformers, from rows with pictures to resumed runs."""
+"""Vision-language models: packed and sharded against stock transformers, and whole runs from rows to a resumed checkpoint."""
 
 from __future__ import annotations
 
@@ -9,37 +9,28 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from test_policy import strategy_of
-from toy_vlm import ask, picture, write_vlm
-from toys import spawn
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from test_runs import assert_equal_runs
+from toy_vlm import answered, inputs_of, write_vlm
+from toys import even_tokens, spawn
+from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
 
+from lightning_rlhf import (
+    FSDPUlyssesStrategy,
+    GRPOLightningModule,
+    HFExport,
+    IterationCheckpoint,
+    PPOLightningModule,
+    PromptDataModule,
+    RolloutCallback,
+    Sampling,
+)
 from lightning_rlhf.images import ImageEncoder
+from lightning_rlhf.modules.base import KL
 from lightning_rlhf.modules.policy import build_critic, build_policy
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.packing import pack
-from lightning_rlhf.prompts import PromptEncoder, PromptTable
 
-ROWS: list[dict[str, Any]] = [
-    {"prompt": ask("what is it?", 1), "images": [picture(20, 30, 1)]},
-    {"prompt": ask("compare them", 2), "images": [picture(40, 16, 2), picture(12, 12, 3)]},
-    {"prompt": [{"role": "user", "content": "no picture"}]},
-    {"prompt": "say <|vision_start|><|image_pad|><|vision_end|>", "image": picture(64, 10, 4)},
-]
-ANSWERS = [7, 3, 9, 5]
-
-
-def table_of(folder: str, rows: list[dict[str, Any]] = ROWS, **options: Any) -> PromptTable:
-    encoder = PromptEncoder(AutoTokenizer.from_pretrained(folder), vision=ImageEncoder.load(folder), **options)
-    return PromptTable.build(rows, range(len(rows)), encoder)
-
-
-def sequences(folder: str) -> tuple[list[torch.Tensor], list[int], list[Any]]:
-    """Prompts of `ROWS` with random answers; one holds a placeholder token that the policy might sample."""
-    prompts = table_of(folder).take(range(4))
-    generator = torch.Generator().manual_seed(1)
-    answers = [torch.randint(3, 262, (n,), generator=generator) for n in ANSWERS]
-    ids = [torch.cat([torch.tensor(p), a]) for p, a in zip(prompts.ids, answers, strict=True)]
-    return ids, [len(p) for p in prompts.ids], prompts.images
+TWO = {"dp2": {}, "sp2": {"sequence_parallel_size": 2}}
 
 
 def gradients_of(rank: int, folder: str, ranks: int, sizes: dict[str, int], frozen: bool) -> tuple:
@@ -50,7 +41,7 @@ def gradients_of(rank: int, folder: str, ranks: int, sizes: dict[str, int], froz
     with torch.no_grad():
         for parameter in critic.value_head.parameters():
             parameter.fill_(0.1)
-    ids, lengths, images = sequences(folder)
+    ids, lengths, images = zip(*answered(folder), strict=True)
     mine = [[0, 1, 3], [2]][strategy.dp_rank] if strategy.dp_size > 1 else [0, 1, 2, 3]  # one data rank without pictures
     packed = pack(
         [ids[i] for i in mine],
@@ -73,12 +64,8 @@ def stock(folder: str) -> tuple:
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     backbone = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval().model
     outputs = {}
-    for i, (ids, prompt, images) in enumerate(zip(*sequences(folder), strict=True)):
-        shown = {}
-        if images is not None:
-            kinds = torch.zeros(1, len(ids), dtype=torch.int)
-            kinds[0, images.slots] = 1
-            shown = {"pixel_values": images.pixel_values, "image_grid_thw": images.grid_thw, "mm_token_type_ids": kinds}
+    for i, (ids, prompt, images) in enumerate(answered(folder)):
+        shown = inputs_of(ids, images)
         log_p = (model(ids[None], use_cache=False, **shown).logits[0, prompt - 1 : -1] / 0.7).log_softmax(-1)
         log_probs = log_p.gather(-1, ids[prompt:, None])[:, 0]
         entropy = -(log_p.exp() * log_p).sum(-1)
@@ -116,8 +103,103 @@ def test_a_packed_model_equals_the_stock_model_in_value_and_gradient(family, fro
     assert_equal_to_stock([gradients_of(0, folder, 1, {}, frozen)], folder, frozen)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"sequence_parallel_size": 2}], ids=["dp2", "sp2"])
-def test_sharded_models_equal_the_stock_model_in_value_and_gradient(sizes, tmp_path):
-    """With its own head, a trained tower, and on two data ranks a rank without any picture."""
-    folder = write_vlm(tmp_path, "qwen2_5_vl", tied=False)
-    assert_equal_to_stock(spawn(gradients_of, 2, folder, 2, sizes, False), folder, False)
+# -- whole runs ----------------------------------------------------------------------------------------------------------
+
+
+class Metrics(pl.Callback):
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.rows.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+
+
+def train(
+    folder: str,
+    ranks: int = 1,
+    sizes: dict[str, int] | None = None,
+    kind: type = PPOLightningModule,
+    steps: int = 2,
+    callbacks: tuple[pl.Callback, ...] = (),
+    resume: Path | None = None,
+    **options: Any,
+) -> list[dict[str, float]]:
+    """Metrics of a run on `toy_vlm.rows`, four prompts and twelve responses an iteration."""
+    pl.seed_everything(3, verbose=False)
+    torch.set_num_threads(1)
+    metrics = Metrics()
+    sampling = Sampling(num_generations=3, max_completion_length=6)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=FSDPUlyssesStrategy(**sizes or {}),
+        max_steps=steps,
+        logger=False,
+        log_every_n_steps=1,
+        enable_checkpointing=any(isinstance(c, IterationCheckpoint) for c in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[RolloutCallback(sampling=sampling, log_probs_every=1), metrics, *callbacks],
+    )
+    settings: dict[str, Any] = {"lr": 1e-3, "micro_batch_tokens": 300, "mini_batches": 2, "kl": KL(0.01)}
+    module = kind(folder, reward=[even_tokens], **settings | options)
+    data = PromptDataModule(path="toy_vlm.rows", batch_size=4)
+    trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=None if resume is None else False)
+    return metrics.rows
+
+
+def on_two_ranks(rank: int, folder: str) -> dict[str, tuple]:
+    """One start of two processes for all that is compared with one."""
+    gradients = {name: gradients_of(rank, folder, 2, sizes, False) for name, sizes in TWO.items()}
+    return {name: (gradients[name], train(folder, 2, sizes, freeze_vision=False)) for name, sizes in TWO.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_vlm(tmp_path_factory.mktemp("vlm"), "qwen2_5_vl", tied=False)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: str) -> list[dict[str, tuple]]:
+    return spawn(on_two_ranks, 2, folder)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_sharded_models_equal_the_stock_model_in_value_and_gradient(name, folder, two_ranks):
+    """With a head of its own, a trained tower, and on two data ranks one without any picture."""
+    assert_equal_to_stock([own[name][0] for own in two_ranks], folder, False)
+
+
+def test_results_do_not_depend_on_how_the_work_is_split(folder, two_ranks):
+    one = train(folder, freeze_vision=False)
+    assert len(one) == 2
+    assert all(row["rollout/logprob_diff_mean"] < 1e-5 and row["rollout/logprob_diff_max"] < 1e-4 for row in one)
+    assert one[0]["rollout/checksum_ok"] == 1.0
+    for name in TWO:
+        for own in two_ranks:
+            assert_equal_runs(one, own[name][1])
+    assert_equal_runs(one, train(folder, freeze_vision=False, micro_batch_tokens=5000))
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+def test_a_run_resumes_where_its_checkpoint_was_written_and_exports_a_model(frozen, folder, tmp_path):
+    options = {"kind": GRPOLightningModule, "freeze_vision": frozen}
+    save = IterationCheckpoint(tmp_path / "ck", every_n_train_steps=1, save_top_k=-1)
+    whole = train(folder, callbacks=(save, HFExport(dirpath=tmp_path / "hf")), **options)
+    again = IterationCheckpoint(tmp_path / "ck", every_n_train_steps=1, save_top_k=-1)
+    rest = train(folder, callbacks=(again,), resume=tmp_path / "ck/iteration-000001.ckpt", **options)
+    assert_equal_runs(whole[1:], rest, 1e-7)
+    assert max(row["rollout/logprob_diff_mean"] for row in whole) < 1e-5
+    (exported,) = (tmp_path / "hf").iterdir()
+    before, after = (AutoModelForImageTextToText.from_pretrained(path, dtype=torch.bfloat16) for path in (folder, exported))
+    moved = {n for n, p in after.named_parameters() if not torch.equal(p, before.get_parameter(n))}
+    assert any("language_model" in n for n in moved)
+    assert any("visual" in n for n in moved) != frozen
+    assert ImageEncoder.load(str(exported)) is not None
+
+
+def test_a_text_critic_beside_a_vision_language_policy_is_refused(folder, tmp_path):
+    config = LlamaConfig(vocab_size=262, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"the prompts have images, LlamaModel is a text model"):
+        train(folder, critic=str(tmp_path))

@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 from PIL import Image
+from torch import Tensor
 from transformers import AutoTokenizer, Qwen2_5_VLConfig, Qwen2VLConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from lightning_rlhf.images import ImageEncoder
+from lightning_rlhf.prompts import PromptEncoder, PromptTable
 from lightning_rlhf.tiny import write_byte_tokenizer
+from lightning_rlhf.types import PromptImages
 
 SPECIAL = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 
@@ -76,3 +80,46 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
 def ask(text: str, images: int = 0) -> list[dict[str, Any]]:
     parts = [{"type": "image"}] * images + [{"type": "text", "text": text}]
     return [{"role": "user", "content": parts}]
+
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": ask("what is it?", 1), "images": [picture(20, 30, 1)]},
+    {"prompt": ask("compare them", 2), "images": [picture(40, 16, 2), picture(12, 12, 3)]},
+    {"prompt": [{"role": "user", "content": "no picture"}]},
+    {"prompt": "say <|vision_start|><|image_pad|><|vision_end|>", "image": picture(64, 10, 4)},
+]
+
+
+def table_of(folder: str, rows: list[dict[str, Any]] = ROWS) -> PromptTable:
+    encoder = PromptEncoder(AutoTokenizer.from_pretrained(folder), vision=ImageEncoder.load(folder))
+    return PromptTable.build(rows, range(len(rows)), encoder)
+
+
+def answered(folder: str) -> list[tuple[Tensor, int, PromptImages | None]]:
+    """Prompts of `ROWS` with random answers: all token ids, the prompt's length, its pictures."""
+    prompts = table_of(folder).take(range(4))
+    generator = torch.Generator().manual_seed(1)
+    answers = [torch.randint(3, 258, (n,), generator=generator) for n in (7, 3, 9, 5)]
+    assert prompts.images is not None
+    return [
+        (torch.cat([torch.tensor(ids), answer]), len(ids), images)
+        for ids, answer, images in zip(prompts.ids, answers, prompts.images, strict=True)
+    ]
+
+
+def inputs_of(ids: Tensor, images: PromptImages | None) -> dict[str, Tensor]:
+    """What a stock model takes beside the token ids."""
+    if images is None:
+        return {}
+    kinds = torch.zeros(1, len(ids), dtype=torch.int)
+    kinds[0, images.slots] = 1
+    return {"pixel_values": images.pixel_values, "image_grid_thw": images.grid_thw, "mm_token_type_ids": kinds}
+
+
+def rows() -> list[dict[str, Any]]:
+    """Eight prompts: six with one or two pictures of different sizes, two without."""
+    out = []
+    for i in range(8):
+        shown = [picture(12 + 8 * i, 40 - 4 * i, i), picture(16, 24, 10 + i)][: (1, 2, 0, 1)[i % 4]]
+        out.append({"prompt": ask(f"number {i}?", len(shown)), "images": shown})
+    return out

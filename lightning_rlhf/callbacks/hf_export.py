@@ -21,6 +21,8 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
+from lightning_rlhf.images import auto_class
+
 
 class HFExport(pl.Callback):
     """Exports the policy every n iterations and at the end of training.
@@ -112,6 +114,8 @@ def write_folder(
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         model.save_pretrained(draft, state_dict={n: t for n, t in weights.items() if n not in tied})
         tokenizer.save_pretrained(draft)
+        for file in Path(model_path).glob("*processor_config.json"):  # of images, if the model takes some
+            shutil.copyfile(file, draft / file.name)
         draft.chmod(0o755)  # mkdtemp's folders are private
         if target.exists():
             shutil.rmtree(target)
@@ -122,11 +126,11 @@ def write_folder(
 
 def _skeleton(model_path: str, trust_remote_code: bool) -> Any:
     """The model without weights: what `save_pretrained` needs to know of its class."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
 
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
+        model = auto_class(config).from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
     if (Path(model_path) / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(model_path)
     return model

@@ -77,7 +77,8 @@ class PPOLightningModule(RLHFLightningModule):
         return self.update_passes(self.actor.model.config) + self.update_passes(self.critic.model.config, outputs=1)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        critic = {"params": list(self.critic.parameters()), "lr": self.critic_lr, "role": "critic"}
+        trained = [p for p in self.critic.parameters() if p.requires_grad]
+        critic = {"params": trained, "lr": self.critic_lr, "role": "critic"}
         return [*super().parameter_groups(), critic]
 
     def evaluate(self, experience: Experience) -> Experience:

@@ -28,9 +28,10 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
+from lightning_rlhf.images import collapsed
 from lightning_rlhf.rollout.engine import EngineSetup, NamedTensors, RolloutEngine
 from lightning_rlhf.rollout.weights import checksum
-from lightning_rlhf.types import Completion, Sampling
+from lightning_rlhf.types import Completion, PromptImages, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -198,6 +199,8 @@ class VLLMEngine(RolloutEngine):
                 raise RuntimeError(
                     "the prefix cache was not reset because requests are running: load between generations"
                 )
+            if self._config.model_config.is_multimodal_model:
+                reset_encoder_cache(self.llm)
         except BaseException:
             self.close()
             raise
@@ -241,12 +244,18 @@ class VLLMEngine(RolloutEngine):
     # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seeds: Sequence[int], log_probs: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        seeds: Sequence[int],
+        log_probs: bool = False,
+        images: Sequence[PromptImages | None] | None = None,
     ) -> list[Completion]:
         """See `RolloutEngine.generate`. Greedy log-probs are those of the untruncated distribution at temperature 1.
 
         Raises:
-            RuntimeError: no usable weights, or asleep.
+            RuntimeError: no usable weights, or asleep, or vLLM made other tokens of a picture.
             ValueError: a prompt that leaves no room for a response.
             Any error of vLLM itself, after which the engine is closed.
         """
@@ -255,11 +264,10 @@ class VLLMEngine(RolloutEngine):
             raise RuntimeError("the engine holds no usable weights: wake it and load_weights before generate")
         if not prompts:
             return []
-        from vllm.inputs import TokensPrompt
-
         self._check_lengths(prompts)
         parameters = [self._sampling_params(sampling, seed, log_probs) for seed in seeds]
-        requests = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+        shown = images or [None] * len(prompts)
+        requests = [_request(prompt, one) for prompt, one in zip(prompts, shown, strict=True)]
         if len(parameters) != len(requests):
             raise ValueError(f"there must be one seed per prompt, got {len(parameters)} for {len(requests)}")
         try:
@@ -270,6 +278,12 @@ class VLLMEngine(RolloutEngine):
             raise
         if len(outputs) != len(requests):
             raise RuntimeError(f"vLLM must answer every request, got {len(outputs)} answers to {len(requests)}")
+        for output, prompt, one in zip(outputs, prompts, shown, strict=True):
+            if one is not None and list(output.prompt_token_ids) != list(prompt):
+                raise RuntimeError(
+                    f"vLLM made {len(output.prompt_token_ids)} tokens of a prompt with images, the trainer {len(prompt)}, or"
+                    " others: their image processors differ, use the same transformers and preprocessor_config.json"
+                )
         return [_completion(output.outputs[0], log_probs) for output in outputs]
 
     def _check_lengths(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -315,6 +329,16 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
     sizes = {1, 8, max_num_seqs}
     sizes |= {1 << k for k in range(6, max_num_seqs.bit_length())}
     return sorted(size for size in sizes if size <= max_num_seqs)
+
+
+def _request(prompt: Sequence[int], images: PromptImages | None) -> Any:
+    """Token ids; of a prompt with pictures those with one placeholder each, which vLLM expands itself."""
+    from vllm.inputs import TokensPrompt
+
+    if images is None:
+        return TokensPrompt(prompt_token_ids=list(prompt))
+    pictures = {"image": list(images.pictures)}
+    return TokensPrompt(prompt_token_ids=collapsed(prompt, images), multi_modal_data=pictures)
 
 
 def _completion(output: Any, log_probs: bool) -> Completion:
@@ -389,6 +413,18 @@ def check_version(installed: str) -> None:
     """Raise ImportError unless this vLLM is supported."""
     if not OLDEST <= Version(installed).release[:2] < TOO_NEW:
         raise ImportError(f"VLLMEngine needs vllm>=0.22,<0.34, got {installed}: install a version in that range")
+
+
+def reset_encoder_cache(llm: Any) -> None:
+    """Drop the vision tower's outputs, which belong to the old weights.
+
+    Raises:
+        RuntimeError: this version has no call for it.
+    """
+    reset = getattr(llm.llm_engine.engine_core, "reset_encoder_cache", None)
+    if reset is None:
+        raise RuntimeError(f"vLLM {version_installed()} cannot drop its cache of images after a weight sync: upgrade it")
+    reset()
 
 
 def is_moe(model_config: Any) -> bool:
