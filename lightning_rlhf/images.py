@@ -11,8 +11,10 @@ on at s + max(h, w) / m. Source: Qwen2-VL, Wang et al. 2024, arXiv:2409.12191, s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -95,10 +97,7 @@ def open_picture(stored: Any) -> Any:
     Raises:
         ValueError: it is none of these, or cannot be read.
     """
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError("images need Pillow: pip install 'lightning-rlhf[vision]'") from error
+    from PIL import Image
 
     source = stored
     if isinstance(source, Mapping):
@@ -124,11 +123,13 @@ class ImageEncoder:
         processor: the model's own image processor from transformers.
         token_id: the placeholder in the token ids.
         merge: patches per side that make one feature.
+        max_pixels: larger pictures are scaled down to this many before the processor, or an engine's own, gets them.
     """
 
     processor: Any
     token_id: int
     merge: int
+    max_pixels: int | None = None
 
     @classmethod
     def load(cls, path: str, trust_remote_code: bool = False) -> ImageEncoder | None:
@@ -138,6 +139,8 @@ class ImageEncoder:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         if not is_vision_language(config):
             return None
+        if find_spec("PIL") is None:
+            raise ImportError(f"{config.model_type} needs Pillow: pip install 'lightning-rlhf[vision]'")
         processor = AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
         return cls(processor, config.image_token_id, config.vision_config.spatial_merge_size)
 
@@ -150,7 +153,7 @@ class ImageEncoder:
         out = []
         for number, one in enumerate(stored):
             try:
-                width, height = _upright_size(open_picture(one))
+                width, height = self._size(open_picture(one))
                 patches = self.processor.get_number_of_image_patches(height, width, {})
             except ValueError as error:
                 raise ValueError(f"cannot be shown: image {number} {error}") from error
@@ -181,7 +184,7 @@ class ImageEncoder:
         pictures = []
         for number, one in enumerate(stored):
             try:
-                pictures.append(_decoded(open_picture(one)))
+                pictures.append(self._decoded(open_picture(one)))
             except (ValueError, OSError) as error:  # the latter from a file that ends too early
                 raise ValueError(f"cannot be shown: image {number} {error}") from error
         patches = self.processor(images=pictures, return_tensors="pt")
@@ -198,25 +201,26 @@ class ImageEncoder:
             pictures=tuple(pictures),
         )
 
+    def _size(self, picture: Any) -> tuple[int, int]:
+        """Width and height, upright and scaled."""
+        width, height = picture.size if _orientation(picture) < 5 else reversed(picture.size)
+        scale = min(1.0, math.sqrt((self.max_pixels or math.inf) / (width * height)))
+        return max(1, round(width * scale)), max(1, round(height * scale))
+
+    def _decoded(self, picture: Any) -> Any:
+        """Upright, RGB and scaled, once: engines that process pictures treat transparency in ways of their own."""
+        from PIL import ImageOps
+
+        size = self._size(picture)
+        upright = (picture if _orientation(picture) == 1 else ImageOps.exif_transpose(picture)).convert("RGB")
+        return upright if upright.size == size else upright.resize(size)
+
 
 def _orientation(picture: Any) -> int:
     """The EXIF value: 1 is upright, from 5 on width and height are exchanged."""
     if picture.format == "PNG" and "exif" not in picture.info:
         return 1  # asking would decode the pixels, in case that it comes behind them
     return picture.getexif().get(0x0112, 1)
-
-
-def _upright_size(picture: Any) -> tuple[int, int]:
-    width, height = picture.size
-    return (height, width) if _orientation(picture) >= 5 else (width, height)
-
-
-def _decoded(picture: Any) -> Any:
-    """Upright and RGB, once: engines that process pictures themselves treat transparency in ways of their own."""
-    from PIL import ImageOps
-
-    upright = picture if _orientation(picture) == 1 else ImageOps.exif_transpose(picture)
-    return upright.convert("RGB")
 
 
 # -- token ids and positions ---------------------------------------------------------------------------------------------

@@ -137,11 +137,17 @@ def plan(lengths: Sequence[int], data_ranks: int, budget: int, cost: Cost = floa
 
 
 def plan_at_home(
-    lengths: Sequence[int], homes: Sequence[int], data_ranks: int, budget: int, cost: Cost = float
+    lengths: Sequence[int],
+    homes: Sequence[int],
+    groups: Sequence[int],
+    data_ranks: int,
+    budget: int,
+    cost: Cost = float,
 ) -> list[list[list[int]]]:
     """Like `plan` for sequences that cannot move: ``homes`` is the data rank of each.
 
-    Every rank gets as many bins as the one that needs most, ordered by load, so that those of a micro-step are alike.
+    Those of one group come into the same bin or the next, so that what they share is computed once or twice. Every rank gets
+    as many bins as the one that needs most, ordered by load: those of a micro-step are alike.
 
     Raises:
         ValueError: a sequence is longer than ``budget`` tokens.
@@ -149,15 +155,29 @@ def plan_at_home(
     if max(lengths, default=0) > budget:
         raise ValueError(f"a sequence of {max(lengths)} tokens does not fit the budget of {budget} tokens")
     costs = [cost(n) for n in lengths]
-    own = [[i for i, home in enumerate(homes) if home == rank] for rank in range(data_ranks)]
+    order = sorted(range(len(lengths)), key=lambda i: (groups[i], i))
+    own = [[i for i in order if homes[i] == rank] for rank in range(data_ranks)]
     count = max(1, *(-(-sum(lengths[i] for i in rows) // budget) for rows in own))
-    while True:  # ends: with as many bins as sequences each has its own
-        filled = [_fill([costs[i] for i in rows], [lengths[i] for i in rows], count, budget) for rows in own]
-        if all(bins is not None for bins in filled):
-            break
-        count += 1
-    out = [[[rows[j] for j in members] for members in bins or ()] for rows, bins in zip(own, filled, strict=True)]
-    return [sorted(bins, key=lambda members: -sum(costs[i] for i in members)) for bins in out]
+    while None in (bins := [_cut(rows, costs, lengths, count, budget) for rows in own]):
+        count += 1  # ends: cut finely enough, every sequence has a bin of its own
+    return [sorted(rank or [], key=lambda members: -sum(costs[i] for i in members)) for rank in bins]
+
+
+def _cut(
+    rows: Sequence[int], costs: Sequence[float], sizes: Sequence[int], count: int, budget: int
+) -> list[list[int]] | None:
+    """``rows`` in their order, in ``count`` pieces of about equal cost; None when something does not fit."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    total, done, j, room = sum(costs[i] for i in rows), 0.0, 0, budget
+    for i in rows:
+        while room < sizes[i] or (j < count - 1 and done + costs[i] / 2 > total * (j + 1) / count):
+            j, room = j + 1, budget
+            if j == count:
+                return None
+        bins[j].append(i)
+        room -= sizes[i]
+        done += costs[i]
+    return bins
 
 
 def _fill(costs: Sequence[float], sizes: Sequence[int], count: int, budget: int) -> list[list[int]] | None:

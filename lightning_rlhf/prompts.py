@@ -84,7 +84,9 @@ class PromptEncoder:
         if self.vision is not None:
             return self.vision.lengths(stored)
         if any(not isinstance(one, str) for one in stored):  # a text in a column called image may be anything
-            raise ValueError("has images, but the model takes text only: drop the column, or take a vision-language model")
+            raise ValueError(
+                "has images, but the model takes text only: drop the column, or take a vision-language model"
+            )
         return []
 
     def __call__(self, texts: Sequence[str]) -> list[list[int]]:

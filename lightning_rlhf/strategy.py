@@ -258,7 +258,9 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
 
     def shard_uncast(self, unit: nn.Module) -> None:
         """A unit that gets its inputs as they are: the blocks of a vision tower take rotary angles in float32."""
-        fully_shard(unit, mesh=self.device_mesh, mp_policy=replace(self.precision_plugin.policy, cast_forward_inputs=False))
+        fully_shard(
+            unit, mesh=self.device_mesh, mp_policy=replace(self.precision_plugin.policy, cast_forward_inputs=False)
+        )
 
     def materialize(self, root: nn.Module) -> None:
         """Allocate a sharded root whose parameters are on the meta device; the values are undefined until loaded."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from toy_vlm import ROWS, answered, ask, inputs_of, picture, table_of, write_vlm
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, Gemma3Config, LlamaConfig
 
+from lightning_rlhf import PromptDataModule
 from lightning_rlhf.images import (
     ImageEncoder,
     auto_class,
@@ -95,8 +95,24 @@ def test_images_come_as_pil_bytes_paths_or_dicts_and_upright(tmp_path):
     assert ImageEncoder(Processor(), 0, 2).lengths([tmp_path / "lying.jpg", picture(9, 5)]) == [905, 509]
 
 
+def test_large_pictures_are_scaled_down_for_trainer_and_engine_alike(folder):
+    encoder = replace(ImageEncoder.load(folder), max_pixels=400)
+    (length,) = encoder.lengths([picture(80, 20)])
+    images = encoder([encoder.token_id] * length, [picture(80, 20)])
+    assert images.pictures[0].size == (40, 10)
+    assert encoder.lengths([picture(20, 20)]) == ImageEncoder.load(folder).lengths([picture(20, 20)])
+    data = PromptDataModule(path="toy_vlm.rows", max_image_pixels=400, tokenizer=folder)
+    with pytest.raises(ValueError, match=r"data\.max_image_pixels needs a vision-language model"):
+        data.setup("fit")
+
+
 def test_a_conversation_without_image_parts_gets_them_in_its_first_user_message(folder):
-    rows = [{"prompt": [{"role": "system", "content": "look"}, {"role": "user", "content": "well?"}], "image": picture(8, 8)}]
+    rows = [
+        {
+            "prompt": [{"role": "system", "content": "look"}, {"role": "user", "content": "well?"}],
+            "image": picture(8, 8),
+        }
+    ]
     (ids,) = table_of(folder, rows).ids
     text = AutoTokenizer.from_pretrained(folder).decode(ids.tolist())
     assert text == f"system: look\nuser: <|vision_start|>{PAD}<|vision_end|>well?\nassistant: "
@@ -116,7 +132,10 @@ def test_keys_that_arrow_fills_up_are_no_images(folder):
         ({"prompt": ask("?", 1), "images": [picture(8, 8)] * 2}, r"row 1 has 1 image placeholders and 2 images"),
         ({"prompt": "plain text", "image": picture(8, 8)}, r"row 1 has 0 image placeholders and 1 images"),
         ({"prompt": ask("?", 1), "image": b"no picture"}, r"row 1 cannot be shown: image 0 is in no format"),
-        ({"prompt": ask("?", 1), "image": "gone.png"}, r"row 1 cannot be shown: image 0 cannot be read.*No such file.*gone\.png"),
+        (
+            {"prompt": ask("?", 1), "image": "gone.png"},
+            r"row 1 cannot be shown: image 0 cannot be read.*No such file.*gone\.png",
+        ),
         ({"prompt": ask("?", 1), "images": [7]}, r"row 1 cannot be shown: image 0 must be a PIL image, .* got int"),
         ({"prompt": ask("?", 1), "image": picture(300, 1)}, r"row 1 cannot be shown: image 0 absolute aspect ratio"),
         ({"prompt": [{"role": "system", "content": "?"}], "image": picture(8, 8)}, r"row 1 has images but no user"),
@@ -196,7 +215,12 @@ def test_the_engine_decodes_like_stock_generate_whatever_is_beside_a_prompt(engi
         ids, images = torch.tensor(prompts.ids[i]), prompts.images[i]
         shown = inputs_of(ids, images)
         stock = model.generate(
-            ids[None], attention_mask=torch.ones_like(ids)[None], max_new_tokens=12, min_new_tokens=12, do_sample=False, **shown
+            ids[None],
+            attention_mask=torch.ones_like(ids)[None],
+            max_new_tokens=12,
+            min_new_tokens=12,
+            do_sample=False,
+            **shown,
         )
         assert out[2 * i].token_ids == out[2 * i + 1].token_ids == stock[0, len(ids) :].tolist()
         full = torch.cat([ids, torch.tensor(out[2 * i].token_ids)])
@@ -208,11 +232,17 @@ def test_the_engine_decodes_like_stock_generate_whatever_is_beside_a_prompt(engi
 
 def test_a_common_beginning_ends_at_the_first_picture(engine, folder):
     text = "a long beginning that all prompts have in common " * 3
-    rows = [{"prompt": [{"role": "system", "content": text}, *ask("?", 1)], "image": picture(20, 30, s)} for s in (1, 2)]
+    rows = [
+        {"prompt": [{"role": "system", "content": text}, *ask("?", 1)], "image": picture(20, 30, s)} for s in (1, 2)
+    ]
     prompts = table_of(folder, rows).take(range(2))
     sampling = Sampling(max_completion_length=6, ignore_eos=True)
     together = engine.generate(prompts.ids, sampling, seeds=[1, 2], log_probs=True, images=prompts.images)
     for i, completion in enumerate(together):
-        (alone,) = engine.generate(prompts.ids[i : i + 1], sampling, seeds=[i + 1], log_probs=True, images=prompts.images[i : i + 1])
+        (alone,) = engine.generate(
+            prompts.ids[i : i + 1], sampling, seeds=[i + 1], log_probs=True, images=prompts.images[i : i + 1]
+        )
         assert alone.token_ids == completion.token_ids
-        torch.testing.assert_close(torch.tensor(alone.log_probs), torch.tensor(completion.log_probs), atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            torch.tensor(alone.log_probs), torch.tensor(completion.log_probs), atol=2e-5, rtol=1e-4
+        )

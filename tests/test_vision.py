@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from lightning_rlhf.modules.base import KL
 from lightning_rlhf.modules.policy import build_critic, build_policy
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.packing import pack
+from lightning_rlhf.rollout import RolloutEngine
 
 TWO = {"dp2": {}, "sp2": {"sequence_parallel_size": 2}}
 
@@ -42,7 +44,9 @@ def gradients_of(rank: int, folder: str, ranks: int, sizes: dict[str, int], froz
         for parameter in critic.value_head.parameters():
             parameter.fill_(0.1)
     ids, lengths, images = zip(*answered(folder), strict=True)
-    mine = [[0, 1, 3], [2]][strategy.dp_rank] if strategy.dp_size > 1 else [0, 1, 2, 3]  # one data rank without pictures
+    mine = (
+        [[0, 1, 3], [2]][strategy.dp_rank] if strategy.dp_size > 1 else [0, 1, 2, 3]
+    )  # one data rank without pictures
     packed = pack(
         [ids[i] for i in mine],
         [lengths[i] for i in mine],
@@ -122,6 +126,9 @@ def train(
     steps: int = 2,
     callbacks: tuple[pl.Callback, ...] = (),
     resume: Path | None = None,
+    engine: RolloutEngine | None = None,
+    accelerator: str = "cpu",
+    precision: Any = "32-true",
     **options: Any,
 ) -> list[dict[str, float]]:
     """Metrics of a run on `toy_vlm.rows`, four prompts and twelve responses an iteration."""
@@ -130,7 +137,8 @@ def train(
     metrics = Metrics()
     sampling = Sampling(num_generations=3, max_completion_length=6)
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
+        precision=precision,
         devices=ranks,
         strategy=FSDPUlyssesStrategy(**sizes or {}),
         max_steps=steps,
@@ -139,7 +147,7 @@ def train(
         enable_checkpointing=any(isinstance(c, IterationCheckpoint) for c in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[RolloutCallback(sampling=sampling, log_probs_every=1), metrics, *callbacks],
+        callbacks=[RolloutCallback(engine, sampling=sampling, log_probs_every=1), metrics, *callbacks],
     )
     settings: dict[str, Any] = {"lr": 1e-3, "micro_batch_tokens": 300, "mini_batches": 2, "kl": KL(0.01)}
     module = kind(folder, reward=[even_tokens], **settings | options)
@@ -178,7 +186,7 @@ def test_results_do_not_depend_on_how_the_work_is_split(folder, two_ranks):
     for name in TWO:
         for own in two_ranks:
             assert_equal_runs(one, own[name][1])
-    assert_equal_runs(one, train(folder, freeze_vision=False, micro_batch_tokens=5000))
+    assert_equal_runs(one, train(folder, freeze_vision=False, micro_batch_tokens=5000, gradient_checkpointing=True))
 
 
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
@@ -191,7 +199,9 @@ def test_a_run_resumes_where_its_checkpoint_was_written_and_exports_a_model(froz
     assert_equal_runs(whole[1:], rest, 1e-7)
     assert max(row["rollout/logprob_diff_mean"] for row in whole) < 1e-5
     (exported,) = (tmp_path / "hf").iterdir()
-    before, after = (AutoModelForImageTextToText.from_pretrained(path, dtype=torch.bfloat16) for path in (folder, exported))
+    before, after = (
+        AutoModelForImageTextToText.from_pretrained(path, dtype=torch.bfloat16) for path in (folder, exported)
+    )
     moved = {n for n, p in after.named_parameters() if not torch.equal(p, before.get_parameter(n))}
     assert any("language_model" in n for n in moved)
     assert any("visual" in n for n in moved) != frozen
@@ -199,7 +209,26 @@ def test_a_run_resumes_where_its_checkpoint_was_written_and_exports_a_model(froz
 
 
 def test_a_text_critic_beside_a_vision_language_policy_is_refused(folder, tmp_path):
-    config = LlamaConfig(vocab_size=262, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+    config = LlamaConfig(
+        vocab_size=262, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+    )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"the prompts have images, LlamaModel is a text model"):
         train(folder, critic=str(tmp_path))
+
+
+def test_a_text_model_has_no_tower_to_train():
+    with pytest.raises(ValueError, match=r"freeze_vision: false needs a vision-language model, qwen2 takes text only"):
+        build_policy(ModelSettings("random:tiny", freeze_vision=False), strategy_of(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["TransformersEngine", "VLLMEngine"])
+def test_engine_and_trainer_agree_on_pictures_on_a_gpu(engine, tmp_path):
+    folder = write_vlm(tmp_path, "qwen2_5_vl", tied=False, noise=0.02)
+    engines = importlib.import_module("lightning_rlhf.rollout")
+    for frozen in (True, False):
+        rows = train(
+            folder, accelerator="cuda", precision="bf16-mixed", engine=getattr(engines, engine)(), freeze_vision=frozen
+        )
+        assert all(0.0 < row["rollout/logprob_diff_mean"] < 0.05 for row in rows)

@@ -71,7 +71,8 @@ def micro_batches(experience: Experience, rows: Sequence[int], split: Split) -> 
     if experience.home is None:
         bins = plan(lengths, split.data_ranks, budget, split.cost)
     else:  # pictures stay where they were read
-        bins = plan_at_home(lengths, [experience.home[i] for i in rows], split.data_ranks, budget, split.cost)
+        homes, groups = [experience.home[i] for i in rows], experience.group[list(rows)].tolist()
+        bins = plan_at_home(lengths, homes, groups, split.data_ranks, budget, split.cost)
     spent = [[sum(lengths[i] for i in members) for members in rank] for rank in bins]
     own = []
     for members in bins[split.data_rank]:

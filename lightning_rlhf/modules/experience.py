@@ -64,9 +64,7 @@ def gather_experience(
     own = [one for one in rollout.prompts.images or () for _ in range(n)]
     first = home.index(data_rank) if own else 0
     images = {
-        place: one
-        for place, i in enumerate(rows)
-        if 0 <= i - first < len(own) and (one := own[i - first]) is not None
+        place: one for place, i in enumerate(rows) if 0 <= i - first < len(own) and (one := own[i - first]) is not None
     }
     return Experience(
         sequences=[sequences[i] for i in rows],

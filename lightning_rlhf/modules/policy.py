@@ -40,7 +40,7 @@ class _PackedModel(nn.Module):
         if self.sees:
             if kernel.startswith("flash_attention"):
                 self.backbone.visual.set_attn_implementation(kernel)  # type: ignore[union-attr,operator]
-            shard_tower(self.backbone.visual, strategy)  # type: ignore[union-attr]
+            shard_tower(self.backbone.visual, strategy)
 
     @property
     def backbone(self) -> nn.Module:
@@ -78,7 +78,9 @@ class _PackedModel(nn.Module):
         if self.sees:
             return merged_inputs(self.backbone, packed, self._group)
         if packed.images is not None:
-            raise ValueError(f"the prompts have images, {type(self.model).__name__} is a text model: take another critic")
+            raise ValueError(
+                f"the prompts have images, {type(self.model).__name__} is a text model: take another critic"
+            )
         return {
             "input_ids": shard_sequence(packed.input_ids, self._group)[None],
             "position_ids": shard_sequence(packed.position_ids, self._group)[None],
@@ -187,9 +189,14 @@ def _causal_lm(settings: ModelSettings, dtype: torch.dtype, strategy: FSDPUlysse
         for name, value in holder.to_dict().items():
             if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
                 setattr(holder, name, 0.0)  # log-probs of rollout and update must be of one distribution
+    sees = is_vision_language(config)
+    if not sees and not settings.freeze_vision:
+        raise ValueError(
+            f"model.freeze_vision: false needs a vision-language model, {config.model_type} takes text only"
+        )
     model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=settings.trust_remote_code)
     model.tie_weights()
-    if is_vision_language(config) and settings.freeze_vision:
+    if sees and settings.freeze_vision:
         freeze(model.base_model.visual, dtype if dtype != torch.float32 else strategy.precision_plugin.compute_dtype)
     return model
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
-from lightning_rlhf.images import collapsed
+from lightning_rlhf.images import collapsed, is_vision_language
 from lightning_rlhf.rollout.engine import EngineSetup, NamedTensors, RolloutEngine
 from lightning_rlhf.rollout.weights import checksum
 from lightning_rlhf.types import Completion, PromptImages, Sampling
@@ -49,7 +49,9 @@ class VLLMEngine(RolloutEngine):
         enforce_eager: no graph capture and no compilation (always so on the CPU).
         dtype: of weights and compute; "auto" is the trainer's.
         max_num_batched_tokens: tokens of one engine step, None for vLLM's default.
-        load_format: "dummy" starts with random weights, as the trainer's are loaded before the first use.
+        load_format: how vLLM starts; default "dummy", random weights, as the trainer's are loaded before the first use, but
+            "auto", from the model's folder, for vision-language models: dummy values also replace the constants by which
+            vLLM normalises pixels, which are no weights and would never be put right.
         sync: how weights are replaced (module docstring); "auto" picks "plain" where it is safe.
         engine_args: further arguments of ``vllm.LLM``; they win over those above.
     """
@@ -62,7 +64,7 @@ class VLLMEngine(RolloutEngine):
         enforce_eager: bool = False,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         max_num_batched_tokens: int | None = None,
-        load_format: str = "dummy",
+        load_format: str | None = None,
         sync: Literal["auto", "plain", "layerwise"] = "auto",
         engine_args: dict[str, Any] | None = None,
     ) -> None:
@@ -135,7 +137,7 @@ class VLLMEngine(RolloutEngine):
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "kv_cache_memory_bytes": self.kv_cache_memory_bytes or ((1 << 30) if on_cpu else None),
             "enforce_eager": eager,
-            "load_format": self.load_format,
+            "load_format": self.load_format or ("auto" if _takes_images(context) else "dummy"),
             "seed": context.seed % (1 << 32),
             "trust_remote_code": context.trust_remote_code,
             "logprobs_mode": "processed_logprobs",
@@ -331,6 +333,12 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
     return sorted(size for size in sizes if size <= max_num_seqs)
 
 
+def _takes_images(context: EngineSetup) -> bool:
+    from transformers import AutoConfig
+
+    return is_vision_language(AutoConfig.from_pretrained(context.model, trust_remote_code=context.trust_remote_code))
+
+
 def _request(prompt: Sequence[int], images: PromptImages | None) -> Any:
     """Token ids; of a prompt with pictures those with one placeholder each, which vLLM expands itself."""
     from vllm.inputs import TokensPrompt
@@ -423,7 +431,9 @@ def reset_encoder_cache(llm: Any) -> None:
     """
     reset = getattr(llm.llm_engine.engine_core, "reset_encoder_cache", None)
     if reset is None:
-        raise RuntimeError(f"vLLM {version_installed()} cannot drop its cache of images after a weight sync: upgrade it")
+        raise RuntimeError(
+            f"vLLM {version_installed()} cannot drop its cache of images after a weight sync: upgrade it"
+        )
     reset()
 
 
