@@ -15,6 +15,7 @@ permission to generate. Everything that differs between versions of vLLM is at t
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import os
 import random
@@ -269,7 +270,8 @@ class VLLMEngine(RolloutEngine):
         self._check_lengths(prompts)
         parameters = [self._sampling_params(sampling, seed, log_probs) for seed in seeds]
         shown = images or [None] * len(prompts)
-        requests = [_request(prompt, one) for prompt, one in zip(prompts, shown, strict=True)]
+        names = {key: _names(one) for key, one in {id(one): one for one in shown if one is not None}.items()}
+        requests = [_request(prompt, one, names.get(id(one))) for prompt, one in zip(prompts, shown, strict=True)]
         if len(parameters) != len(requests):
             raise ValueError(f"there must be one seed per prompt, got {len(parameters)} for {len(requests)}")
         try:
@@ -339,14 +341,24 @@ def _takes_images(context: EngineSetup) -> bool:
     return is_vision_language(AutoConfig.from_pretrained(context.model, trust_remote_code=context.trust_remote_code))
 
 
-def _request(prompt: Sequence[int], images: PromptImages | None) -> Any:
+def _names(images: PromptImages) -> list[str]:
+    """What vLLM's caches know the pictures by: it would hash all of their pixels again for every response."""
+    return [
+        hashlib.blake2b(p.tobytes(), digest_size=16, key=repr(p.size).encode()).hexdigest() for p in images.pictures
+    ]
+
+
+def _request(prompt: Sequence[int], images: PromptImages | None, names: list[str] | None) -> Any:
     """Token ids; of a prompt with pictures those with one placeholder each, which vLLM expands itself."""
     from vllm.inputs import TokensPrompt
 
     if images is None:
         return TokensPrompt(prompt_token_ids=list(prompt))
-    pictures = {"image": list(images.pictures)}
-    return TokensPrompt(prompt_token_ids=collapsed(prompt, images), multi_modal_data=pictures)
+    return TokensPrompt(
+        prompt_token_ids=collapsed(prompt, images),
+        multi_modal_data={"image": list(images.pictures)},
+        multi_modal_uuids={"image": names},
+    )
 
 
 def _completion(output: Any, log_probs: bool) -> Completion:
