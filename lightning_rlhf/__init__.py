@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from lightning_rlhf.callbacks.progress import IterationProgress
     from lightning_rlhf.callbacks.rollout import RolloutCallback
     from lightning_rlhf.callbacks.samples import Samples
+    from lightning_rlhf.callbacks.summary import PlanSummary
     from lightning_rlhf.callbacks.throughput import Throughput
     from lightning_rlhf.data import PromptDataModule
     from lightning_rlhf.modules.base import KL, RLHFLightningModule
     from lightning_rlhf.modules.grpo import GRPOLightningModule
+    from lightning_rlhf.modules.policy import Critic, Policy, build_critic, build_policy
     from lightning_rlhf.modules.ppo import PPOLightningModule
+    from lightning_rlhf.modules.settings import LoRA, ModelSettings
+    from lightning_rlhf.packing import Packed, pack
     from lightning_rlhf.strategy import FSDPUlyssesStrategy
     from lightning_rlhf.types import Completion, Experience, Prompts, Rollout, Sampling, Scores
 
@@ -29,11 +33,15 @@ _HOMES = {
     "callbacks.progress": ["IterationProgress"],
     "callbacks.rollout": ["RolloutCallback"],
     "callbacks.samples": ["Samples"],
+    "callbacks.summary": ["PlanSummary"],
     "callbacks.throughput": ["Throughput"],
     "data": ["PromptDataModule"],
     "modules.base": ["KL", "RLHFLightningModule"],
     "modules.grpo": ["GRPOLightningModule"],
+    "modules.policy": ["Critic", "Policy", "build_critic", "build_policy"],
     "modules.ppo": ["PPOLightningModule"],
+    "modules.settings": ["LoRA", "ModelSettings"],
+    "packing": ["Packed", "pack"],
     "strategy": ["FSDPUlyssesStrategy"],
     "types": ["Completion", "Experience", "Prompts", "Rollout", "Sampling", "Scores"],
 }

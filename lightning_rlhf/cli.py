@@ -1,4 +1,4 @@
-"""``lightning-rlhf fit|validate|test --config FILE``: LightningCLI with this package's defaults and one-line errors.
+"""``lightning-rlhf fit|validate|test|plan --config FILE``: LightningCLI with this package's defaults and one-line errors.
 
 Constructor signatures are the schema of the YAML: ``model`` is `PPOLightningModule` unless ``class_path`` names another,
 ``data`` is `PromptDataModule`, ``rollout`` holds the arguments of the `RolloutCallback`, ``trainer`` those of Lightning's.
@@ -13,20 +13,24 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NoReturn, TypeVar
 
 import lightning.pytorch as pl
+from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-import lightning_rlhf.strategy  # noqa: F401 (registers its name)
 from lightning_rlhf.callbacks.progress import IterationProgress
 from lightning_rlhf.callbacks.rollout import RolloutCallback
+from lightning_rlhf.callbacks.summary import PlanSummary
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.modules.base import KL, RLHFLightningModule
 from lightning_rlhf.modules.ppo import PPOLightningModule
-from lightning_rlhf.modules.settings import ModelSettings
+from lightning_rlhf.modules.settings import LoRA, ModelSettings
+from lightning_rlhf.plan.offline import plan_offline
+from lightning_rlhf.plan.table import full, show
 from lightning_rlhf.types import Sampling
 
 OBSERVERS = ("Throughput", "Memory", "Samples", "IterationCheckpoint")
@@ -63,6 +67,18 @@ class _Started(pl.Callback):
         self.started = True
 
 
+class _Commands(pl.Trainer):
+    """Lightning makes a subcommand of each method: of those that a run has, and of one that only looks at it."""
+
+    def plan(self, devices: PositiveInt | None = None, device_memory_gb: PositiveFloat = 80.0) -> None:
+        """Prints what a run would do and need, and what is wrong with it; loads nothing, needs no GPU.
+
+        Args:
+            devices: GPUs per node, instead of ``trainer.devices``.
+            device_memory_gb: memory of one GPU, 2^30 bytes.
+        """
+
+
 class RLHFCLI(LightningCLI):
     """The links and defaults; nothing else happens here."""
 
@@ -72,6 +88,7 @@ class RLHFCLI(LightningCLI):
         super().__init__(
             RLHFLightningModule,
             pl.LightningDataModule,
+            trainer_class=_Commands,
             subclass_mode_model=True,
             subclass_mode_data=True,
             auto_configure_optimizers=False,
@@ -89,9 +106,16 @@ class RLHFCLI(LightningCLI):
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
             "validate": dataloaders,
             "test": dataloaders,
+            "plan": set(),
         }
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--imports",
+            type=list[str],
+            default=[],
+            help="Modules to import first, such as one that registers a model with transformers' Auto classes.",
+        )
         parser.add_lightning_class_args(RolloutCallback, "rollout")
         parser.set_defaults(
             {
@@ -114,9 +138,40 @@ class RLHFCLI(LightningCLI):
         for i in bars:  # Lightning's default
             trainer.callbacks[i] = IterationProgress()  # type: ignore[attr-defined]
         trainer.callbacks.insert(0, self.progress)  # type: ignore[attr-defined]
+        if any(isinstance(callback, ModelSummary) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            trainer.callbacks.insert(0, PlanSummary())  # type: ignore[attr-defined]
         return trainer
 
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "plan":  # a saved configuration of a fit has them
+            parser.add_method_arguments(klass, "fit", skip=self.subcommands()["fit"])
+        return parser
+
+    def instantiate_classes(self) -> None:
+        if self.subcommand != "plan":
+            return super().instantiate_classes()
+        self.config_init = self.parser.instantiate_classes(self.config)  # no Trainer: it would look for the GPUs
+        return None
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        if subcommand != "plan":
+            return super()._run_subcommand(subcommand)
+        made = self.config_init.plan
+        plan = plan_offline(
+            made.model, made.data, made.rollout, made.trainer, made.devices, int(made.device_memory_gb * 2**30)
+        )
+        show(full(plan))
+        if any(problem.kind == "error" for problem in plan.problems):
+            sys.exit(1)
+        return None
+
     def before_instantiate_classes(self) -> None:
+        for name in self.config[self.subcommand].imports:
+            try:
+                import_module(name)
+            except Exception as error:  # whatever the user's module raises
+                raise ValueError(f"imports: {name!r} cannot be imported: {type(error).__name__}: {error}") from error
         trainer = self.config[self.subcommand].trainer
         for theirs, default, ours in (
             ("gradient_clip_val", None, "max_grad_norm"),
@@ -169,6 +224,7 @@ def _suggestion(text: str) -> str:
         RolloutCallback,
         Sampling,
         KL,
+        LoRA,
         pl.Trainer,
     )
     known = {name for c in classes for name in inspect.signature(c).parameters}
@@ -179,11 +235,20 @@ def _suggestion(text: str) -> str:
 
 def fail(message: str, code: int = 1, *, own: bool = False) -> NoReturn:
     """Print one line and exit; the first process speaks for all, unless the error is this process's ``own``."""
-    rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0)))
+    rank = _rank()
     if rank == 0 or own:
         where = f" (rank {rank})" if rank else ""
         print(f"lightning-rlhf: error{where}: {' '.join(readable(message).split())}", file=sys.stderr, flush=True)
     sys.exit(code)
+
+
+def _rank() -> int:
+    """Of this process as far as its launcher says: torchrun, srun, or Lightning itself on each node."""
+    environment = os.environ
+    for name in ("RANK", "SLURM_PROCID"):
+        if name in environment:
+            return int(environment[name])
+    return int(environment.get("NODE_RANK", 0)) or int(environment.get("LOCAL_RANK", 0))
 
 
 def main(args: Sequence[str] | None = None) -> None:

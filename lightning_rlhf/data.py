@@ -21,7 +21,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_rlhf.prompts import PromptEncoder, PromptTable
-from lightning_rlhf.sampler import PromptSampler, fit_position
+from lightning_rlhf.sampler import PromptSampler, check_batch_size, fit_position
 from lightning_rlhf.sources import Rows, TaskRows, first_line, read_rows
 from lightning_rlhf.types import Prompts
 
@@ -178,12 +178,8 @@ class PromptDataModule(pl.LightningDataModule):
             ValueError: a prompt that is none, ``batch_size`` not a multiple of the data ranks, a set below one batch.
         """
         replicas = self._ranks["num_replicas"]
-        if stage == "fit" and self.batch_size % replicas:
-            below = self.batch_size // replicas * replicas
-            raise ValueError(
-                f"data.batch_size={self.batch_size} must be a multiple of the {replicas} data ranks:"
-                f" take {below or replicas} or {below + replicas}"
-            )
+        if stage == "fit":
+            check_batch_size(self.batch_size, replicas)
         validates = any((self.val_path, self.val_split, self.val_task, self.val_size))
         if not validates and stage != "fit":
             raise ValueError("data has no validation prompts: set val_path, val_split, val_task or val_size")
@@ -259,9 +255,9 @@ class PromptDataModule(pl.LightningDataModule):
 
     # -- loaders -----------------------------------------------------------------------------------------------------
     @property
-    def longest_prompt(self) -> int:
-        """Tokens of the longest prompt, for engines that reserve memory; known after `setup`."""
-        return max(table.longest for table in (self.train_table, self.val_table) if table is not None)
+    def longest_prompt(self) -> int | None:
+        """Tokens of the longest prompt, for engines that reserve memory; None before `setup`."""
+        return max((table.longest for table in (self.train_table, self.val_table) if table is not None), default=None)
 
     @property
     def val_names(self) -> list[str]:

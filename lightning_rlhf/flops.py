@@ -5,7 +5,7 @@ r"""How many floating point operations an update is worth, and what the device c
 
 The second term is causal attention: 2 products, 2 operations each, half of the s² pairs, three times for training. A
 layer with a sliding window w counts the pairs inside it, s²/2 -> w·s - w²/2. Recomputed activations do not count
-(model FLOPs).
+(model FLOPs). A frozen matrix (LoRA) has no gradient of its own: 4 instead of 6 per parameter and token.
 
 Two bases for N. Honest: the embedding look-up multiplies nothing. Conventional: it is counted like the head, which is
 what most published MFU figures do; compare with those on that basis only.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 PEAK_TFLOPS = {
@@ -47,6 +47,7 @@ class Dims:
         layers: attention layers that see the whole prefix.
         window_layers: attention layers with a sliding window.
         window: its size in tokens.
+        frozen_parameters: those of ``matmul_parameters`` that are not trained.
     """
 
     matmul_parameters: int
@@ -56,6 +57,7 @@ class Dims:
     layers: int
     window_layers: int = 0
     window: int = 0
+    frozen_parameters: int = 0
 
 
 class Passes(NamedTuple):
@@ -103,14 +105,33 @@ def dims_of(config: Any, outputs: int | None = None) -> Dims:
     )
 
 
+def frozen(dims: Dims, trained: int, added: int) -> Dims:
+    """The sizes of a model with an adapter.
+
+    Args:
+        dims: of the model without it.
+        trained: parameters of the matrices that are trained.
+        added: those of them that the model does not have.
+    """
+    total = dims.matmul_parameters + added
+    return replace(dims, matmul_parameters=total, frozen_parameters=total - trained)
+
+
 def training_flops(dims: Dims, lengths: Iterable[int], *, lookup: bool = False) -> float:
-    """FLOPs of one forward and one backward pass.
+    """FLOPs of one forward and one backward pass, in which frozen matrices have no gradient of their own.
 
     Args:
         dims: of the model.
         lengths: tokens of each sequence.
         lookup: count the embedding look-up (the conventional basis).
     """
+    lengths = list(lengths)
+    untrained = dims.frozen_parameters + (dims.lookup_parameters if lookup and dims.frozen_parameters else 0)
+    return 3.0 * forward_flops(dims, lengths, lookup=lookup) - 2.0 * untrained * sum(lengths)
+
+
+def forward_flops(dims: Dims, lengths: Iterable[int], *, lookup: bool = False) -> float:
+    """FLOPs of a forward pass alone."""
     parameters = dims.matmul_parameters + (dims.lookup_parameters if lookup else 0)
     tokens, pairs, window_pairs = 0, 0.0, 0.0
     for length in lengths:
@@ -119,18 +140,18 @@ def training_flops(dims: Dims, lengths: Iterable[int], *, lookup: bool = False) 
         pairs += length**2 / 2
         window_pairs += inside * length - inside**2 / 2
     attended = dims.layers * pairs + dims.window_layers * window_pairs
-    return 6.0 * parameters * tokens + 12.0 * attended * dims.head_dim * dims.heads
-
-
-def forward_flops(dims: Dims, lengths: Iterable[int], *, lookup: bool = False) -> float:
-    """FLOPs of a forward pass alone: a third of `training_flops`."""
-    return training_flops(dims, lengths, lookup=lookup) / 3
+    return 2.0 * parameters * tokens + 4.0 * attended * dims.head_dim * dims.heads
 
 
 def phase_flops(passes: Iterable[Passes], phase: str, lengths: list[int], *, lookup: bool = False) -> float:
     """FLOPs of all models in one phase of an iteration whose sequences have the given lengths."""
-    work = [p for p in passes if p.phase == phase]
-    return sum((p.forward + 2 * p.backward) * forward_flops(p.dims, lengths, lookup=lookup) for p in work)
+    total = 0.0
+    for work in passes:
+        if work.phase == phase:
+            forward = forward_flops(work.dims, lengths, lookup=lookup)
+            both = training_flops(work.dims, lengths, lookup=lookup)
+            total += work.forward * forward + work.backward * (both - forward)
+    return total
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -40,7 +40,9 @@ def is_vision_language(config: Any) -> bool:
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
 
-    if not (hasattr(config, "vision_config") or (config.model_type in NAMES and config.sub_configs)):
+    own_code = getattr(config, "auto_map", None) or {}
+    images = getattr(config, "vision_config", None) is not None or "AutoModelForImageTextToText" in own_code
+    if not images and not (config.model_type in NAMES and config.sub_configs):
         return False
     if config.model_type not in FAMILIES:
         raise NotImplementedError(

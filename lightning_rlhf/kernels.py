@@ -5,14 +5,17 @@
     torch          torch.nn.attention.varlen, CUDA and half precision: the default there
     flash_attention_2, 3, 4    through transformers, where the package is installed
 
-All take ``(q, k, v, cu_seqlens, max_length, *, causal, scale, window, softcap, sinks)``; ``window`` counts the token itself.
+All are called as ``kernel(q, k, v, cu_seqlens, max_length, features)``. What a kernel cannot do is refused by `choose_kernel`,
+before a model is loaded.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,7 +23,27 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-Kernel = Callable[..., Tensor]
+
+@dataclass(frozen=True)
+class Features:
+    """What a layer asks of its attention.
+
+    Args:
+        causal: a token sees no later one.
+        scale: of the scores; None is head_dim ** -0.5.
+        window: how many tokens one sees, itself included; None is all.
+        softcap: c in c · tanh(score / c).
+        sinks: one more score per query head that takes probability but has no value.
+    """
+
+    causal: bool = True
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Float[Tensor, "Hq"] | None = None
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, Features], Tensor]
 
 
 def reference_kernel(
@@ -29,101 +52,88 @@ def reference_kernel(
     v: Float[Tensor, "S Hkv Dv"],
     cu_seqlens: Int[Tensor, "N_1"],
     max_length: int,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Float[Tensor, "Hq"] | None = None,
+    features: Features,
 ) -> Float[Tensor, "S Hq Dv"]:
     """One sequence at a time; any device and dtype, every feature: the oracle of the tests."""
     lengths = cu_seqlens.diff().tolist()
     out = []
     for *parts, n in zip(q.split(lengths), k.split(lengths), v.split(lengths), lengths, strict=True):
         qi, ki, vi = (t.transpose(0, 1)[None] for t in parts)
-        mask = _window_mask(n, window, causal, q.device)
-        if softcap is None and sinks is None:
+        mask = _window_mask(n, features, q.device)
+        if features.softcap is None and features.sinks is None:
             o = F.scaled_dot_product_attention(
                 qi,
                 ki,
                 vi,
                 attn_mask=mask,
-                is_causal=causal and mask is None and n > 1,
-                scale=scale,
+                is_causal=features.causal and mask is None and n > 1,
+                scale=features.scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
         else:
-            o = _explicit_attention(qi, ki, vi, mask, causal, scale, softcap, sinks)
+            o = _explicit_attention(qi, ki, vi, mask, features)
         out.append(o[0].transpose(0, 1))
     return torch.cat(out)
 
 
-def padded_kernel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    max_length: int,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def padded_kernel(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, features: Features) -> Tensor:
     """The CPU path: one batched call over right-padded sequences, which is exact when attention is causal.
 
     Falls back to `reference_kernel` where the padding would outweigh the tokens, and for features that need a mask.
     """
     lengths = cu_seqlens.diff()
     rows = len(lengths) * max_length
-    if not causal or softcap is not None or sinks is not None or rows > 2 * len(q):
-        features: dict[str, Any] = {"causal": causal, "scale": scale, "window": window}
-        return reference_kernel(q, k, v, cu_seqlens, max_length, softcap=softcap, sinks=sinks, **features)
-    taken = (torch.arange(max_length, device=q.device) < lengths[:, None]).flatten().nonzero().squeeze(-1)
+    explicit = features.softcap is not None or features.sinks is not None
+    wasteful = not torch.compiler.is_compiling() and rows > 2 * len(q)  # a loop over sequences has no graph
+    if not features.causal or explicit or wasteful:
+        return reference_kernel(q, k, v, cu_seqlens, max_length, features)
+    # token t of sequence i, which begins at cu_seqlens[i], goes to row i·max_length
+    tokens = torch.arange(len(q), device=q.device, dtype=cu_seqlens.dtype)
+    i = torch.searchsorted(cu_seqlens[1:], tokens, right=True)
+    taken = tokens - cu_seqlens[i] + i * max_length
 
     def pad(t: Tensor) -> Tensor:
         padded = t.new_zeros(rows, *t.shape[1:]).index_copy(0, taken, t)
         return padded.view(len(lengths), max_length, *t.shape[1:]).transpose(1, 2)
 
-    mask = _window_mask(max_length, window, causal, q.device)
+    mask = _window_mask(max_length, features, q.device)
     out = F.scaled_dot_product_attention(
-        pad(q), pad(k), pad(v), attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        pad(q),
+        pad(k),
+        pad(v),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=features.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
     return out.transpose(1, 2).flatten(0, 1).index_select(0, taken)
 
 
-def _window_mask(n: int, window: int | None, causal: bool, device: torch.device) -> Tensor | None:
-    if window is None or n <= window:
+def _window_mask(n: int, features: Features, device: torch.device) -> Tensor | None:
+    if features.window is None or n <= features.window:
         return None
     i = torch.arange(n, device=device)
-    near = i[:, None] - i[None, :] < window
-    return near & (i[:, None] >= i[None, :]) if causal else near
+    near = i[:, None] - i[None, :] < features.window
+    return near & (i[:, None] >= i[None, :]) if features.causal else near
 
 
-def _explicit_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, features: Features) -> Tensor:
     n, members = q.shape[2], q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(members, 1), v.repeat_interleave(members, 1)
-    scores = q @ k.transpose(-1, -2) * (scale if scale is not None else q.shape[-1] ** -0.5)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if mask is None and causal:
+    scores = q @ k.transpose(-1, -2) * (features.scale if features.scale is not None else q.shape[-1] ** -0.5)
+    if features.softcap is not None:
+        scores = torch.tanh(scores / features.softcap) * features.softcap
+    if mask is None and features.causal:
         mask = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    if sinks is not None:  # one extra logit per head that takes probability mass but has no value
-        extra = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(1, -1, n, 1)
+    if features.sinks is not None:
+        extra = features.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(1, -1, n, 1)
         scores = torch.cat([scores, extra], dim=-1)
     return scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)[..., :n] @ v
+
+
+# -- torch's own FlashAttention --------------------------------------------------------------------
 
 
 @cache
@@ -133,53 +143,101 @@ def _varlen() -> tuple[Callable[..., Any], bool]:
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def torch_kernel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    max_length: int,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def torch_kernel(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, features: Features) -> Tensor:
     """``torch.nn.attention.varlen`` (CUDA, half precision): the FlashAttention-2 that torch ships, no extra package."""
-    if softcap is not None or sinks is not None:
-        raise NotImplementedError("attention: torch has neither soft-capping nor sinks, choose flash_attention_3 or 4")
-    varlen_attn, has_gqa_flag = _varlen()
+    if features.softcap is not None:
+        raise NotImplementedError("attention: torch has no soft-capping, choose flash_attention_2")
     d, dv, dtype = q.shape[-1], v.shape[-1], q.dtype
     if dtype == torch.float32:  # the kernel takes half precision only; some models upcast q and k in their norms
         q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
     if d != dv:  # multi-head latent attention
         v = F.pad(v, (0, d - dv))
     # transformers counts the window with the token itself, the kernel counts tokens to the left
-    left_right = (-1, -1) if not causal else (-1, 0) if window is None else (window - 1, 0)
-    kwargs: dict[str, Any] = {"scale": scale, "window_size": left_right}
-    if has_gqa_flag:  # torch 2.11 has no flag, its kernel takes grouped heads as they are
-        kwargs["enable_gqa"] = q.shape[1] != k.shape[1]
-    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, **kwargs)[..., :dv].to(dtype)
+    left = -1 if features.window is None else features.window - 1
+    window = (left, 0) if features.causal else (-1, -1)
+    if features.sinks is not None:
+        flash = (cu_seqlens, max_length, window, features.scale)
+        out = WithSinks.apply(q, k, v, features.sinks, partial(_flash, *flash), partial(_flash_backward, *flash))
+    else:
+        varlen_attn, has_gqa_flag = _varlen()
+        kwargs: dict[str, Any] = {"scale": features.scale, "window_size": window}
+        if has_gqa_flag:  # torch 2.11 has no flag, its kernel takes grouped heads as they are
+            kwargs["enable_gqa"] = q.shape[1] != k.shape[1]
+        out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, **kwargs)
+    return out[..., :dv].to(dtype)
+
+
+class WithSinks(torch.autograd.Function):
+    """Sinks s on top of a kernel that has none, from its output and log-sum-exp; exact.
+
+        lse' = logaddexp(lse, s)         out' = out · exp(lse - lse')
+        dq, dk, dv = the kernel's own backward, given (out', lse')       ds = -Σ_t exp(s - lse'_t) · (dout_t · out'_t)
+
+    An autograd function, because the kernel's autograd ignores the gradient of its log-sum-exp.
+
+    Args of ``apply``:
+        q, k, v, sinks: (S, Hq, D), (S, Hkv, D), (S, Hkv, D), (Hq,).
+        forward: (q, k, v) -> (out (S, Hq, D), lse (Hq, S) float32).
+        backward: (grad of out, q, k, v, out, lse) -> (dq, dk, dv).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor,
+        forward: Callable[..., Any],
+        backward: Callable[..., Any],
+    ) -> Tensor:
+        out, lse = forward(q, k, v)
+        total = torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
+        out = (out * (lse - total).exp().t()[..., None]).to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, total)
+        ctx.kernel_backward = backward
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, total = ctx.saved_tensors
+        dq, dk, dv = ctx.kernel_backward(grad.contiguous(), q, k, v, out, total)
+        taken = (sinks[:, None].to(total.dtype) - total).exp()  # the sink's share of each token's attention
+        d_sinks = -(taken * (grad.to(total.dtype) * out).sum(-1).t()).sum(1)
+        return dq, dk, dv, d_sinks.to(sinks.dtype), None, None
+
+
+def _flash(
+    cu: Tensor, longest: int, window: tuple[int, int], scale: float | None, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What ``varlen_attn`` calls, with its log-sum-exp."""
+    left, right = window
+    options: dict[str, Any] = {"scale": scale, "window_size_left": left, "window_size_right": right}
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, cu, cu, longest, longest, 0.0, window == (-1, 0), return_debug_mask=False, **options
+    )
+    return out, lse
+
+
+def _flash_backward(
+    cu: Tensor, longest: int, window: tuple[int, int], scale: float | None, grad: Tensor, *saved: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    left, right = window
+    options: dict[str, Any] = {"scale": scale, "window_size_left": left, "window_size_right": right}
+    rng = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # of dropout, which is 0
+    return torch.ops.aten._flash_attention_backward(
+        grad, *saved, cu, cu, longest, longest, 0.0, window == (-1, 0), rng, grad.new_empty(0), **options
+    )
+
+
+# -- packages, through transformers ----------------------------------------------------------------
 
 
 def transformers_kernel(implementation: str) -> Kernel:
     """flash_attention_2/3/4 through transformers' own dispatcher, which maps soft-cap, sinks and window names."""
     from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
-    def kernel(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens: Tensor,
-        max_length: int,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, features: Features) -> Tensor:
         d, dv = q.shape[-1], v.shape[-1]
         if d != dv:
             v = F.pad(v, (0, d - dv))
@@ -189,11 +247,11 @@ def transformers_kernel(implementation: str) -> Kernel:
             v[None],
             None,
             q.shape[0],
-            causal,
-            softmax_scale=scale,
-            sliding_window=window,
-            softcap=softcap,
-            s_aux=sinks,
+            features.causal,
+            softmax_scale=features.scale,
+            sliding_window=features.window,
+            softcap=features.softcap,
+            s_aux=features.sinks,
             cu_seq_lens_q=cu_seqlens,  # type: ignore[arg-type]
             cu_seq_lens_k=cu_seqlens,  # type: ignore[arg-type]
             max_length_q=max_length,
@@ -205,18 +263,81 @@ def transformers_kernel(implementation: str) -> Kernel:
     return kernel
 
 
+class MissingKernel(ValueError):
+    """A kernel whose package is not installed here."""
+
+
+_PACKAGES = {
+    "flash_attention_2": ("flash_attn", "pip install 'lightning-rlhf[flash-attn]'"),
+    "flash_attention_3": (
+        "flash_attn_interface",
+        "install flash-attn-3, which is built from flash-attention's hopper folder",
+    ),
+    "flash_attention_4": ("flash_attn.cute", "pip install flash-attn-4"),
+}
+"""Module with ``flash_attn_varlen_func``, and how to get it."""
+
+_DESCRIPTIONS = {
+    "reference": "reference (one sequence at a time)",
+    "padded": "padded (one batched call)",
+    "torch": "torch varlen (FlashAttention-2)",
+}
+
+
+def describe(name: str) -> str:
+    """A kernel's name for the log."""
+    return _DESCRIPTIONS.get(name, name)
+
+
 def check_kernel(name: str) -> None:
     """Raise ValueError unless `choose_kernel` knows ``name``."""
-    if name not in ("auto", "torch", "padded", "reference") and not name.startswith("flash_attention_"):
+    if name not in ("auto", *_DESCRIPTIONS, *_PACKAGES):
         raise ValueError(
-            f"model.attention must be auto, torch, padded, reference, or a transformers name such as flash_attention_3,"
-            f" got {name!r}"
+            f"model.attention must be auto, torch, padded, reference, flash_attention_2, flash_attention_3 or"
+            f" flash_attention_4, got {name!r}"
         )
 
 
-def choose_kernel(name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Kernel:
-    """``auto`` is torch's varlen kernel on CUDA in half precision, else the padded one; other names choose explicitly."""
+def choose_kernel(
+    name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, needs: Features = Features()
+) -> tuple[str, Kernel]:
+    """(its own name, kernel). ``auto`` is torch's varlen kernel on CUDA in half precision, else the padded one.
+
+    Args:
+        needs: the features that some layer of the model uses.
+
+    Raises:
+        ValueError: the kernel does not run on ``device`` in ``dtype``, its package is missing, or it lacks a feature.
+    """
     check_kernel(name)
-    own = {"reference": reference_kernel, "padded": padded_kernel, "torch": torch_kernel}
-    own["auto"] = torch_kernel if device.type == "cuda" and dtype != torch.float32 else padded_kernel
-    return own[name] if name in own else transformers_kernel(name)
+    half_on_cuda = device.type == "cuda" and dtype != torch.float32
+    if name == "auto":
+        name = "torch" if half_on_cuda else "padded"
+    if name in ("reference", "padded"):
+        return name, reference_kernel if name == "reference" else padded_kernel
+    if not half_on_cuda:
+        raise ValueError(
+            f"model.attention: {name} runs on CUDA in half precision, this model computes in {str(dtype)[6:]} on"
+            f" {device.type}: set auto"
+        )
+    # transformers would leave out in silence what a package's function does not take
+    known = {"s_aux"} if name == "torch" else set(inspect.signature(_varlen_function(name)).parameters)
+    lacks = ["soft-capped scores"] if needs.softcap is not None and "softcap" not in known else []
+    lacks += ["attention sinks"] if needs.sinks is not None and not known & {"s_aux", "learnable_sink"} else []
+    if lacks:
+        raise ValueError(
+            f"model.attention: {describe(name)} has no {' and no '.join(lacks)}, which this model needs: set"
+            f" {'torch' if lacks == ['attention sinks'] else 'flash_attention_2 (or 4)'}, or reference (slow, and its memory"
+            " grows with the square of the length)"
+        )
+    return name, torch_kernel if name == "torch" else transformers_kernel(name)
+
+
+def _varlen_function(name: str) -> Callable[..., Any]:
+    module, remedy = _PACKAGES[name]
+    try:
+        return import_module(module).flash_attn_varlen_func
+    except (ImportError, AttributeError) as error:
+        raise MissingKernel(
+            f"model.attention: {name} needs the package {module} ({error}): {remedy}, or set auto"
+        ) from None

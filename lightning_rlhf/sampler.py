@@ -20,6 +20,16 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 
+def check_batch_size(batch_size: int, data_ranks: int) -> None:
+    """Raise ValueError unless every data rank gets the same number of prompts."""
+    if batch_size % data_ranks:
+        below = batch_size // data_ranks * data_ranks
+        raise ValueError(
+            f"data.batch_size={batch_size} must be a multiple of the {data_ranks} data ranks:"
+            f" take {below or data_ranks} or {below + data_ranks}"
+        )
+
+
 class PromptSampler(Sampler[list[int]]):
     """This data rank's piece of each global batch, as positions in the set.
 

@@ -12,9 +12,10 @@ LightningModule (hooks of a sharded LightningModule would never fire: Lightning 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,6 @@ from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -68,11 +68,6 @@ class FSDP2Precision(Precision):
     def __init__(self, precision: str = "32-true") -> None:
         if precision not in _DTYPES:
             raise ValueError(f"trainer.precision must be one of {', '.join(_DTYPES)}, got {precision!r}")
-        if precision == "bf16-true":
-            rank_zero_warn(
-                "trainer.precision bf16-true keeps no float32 master weights: with AdamW and a learning rate under about"
-                " 1e-4 most updates vanish in rounding, use bf16-mixed"
-            )
         self.precision = precision  # type: ignore[assignment]
 
     @property
@@ -96,30 +91,41 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
 
     Args:
         sequence_parallel_size: ranks that share one sequence. 1 switches it off.
-        data_parallel_replicate: replicas of the sharded model (hybrid sharding); 1 shards over all ranks.
+        data_parallel_replicate: replicas of the sharded model (hybrid sharding); 1 shards over all ranks, nodes keeps one
+            replica on each node.
         process_group_backend: default "cpu:gloo,cuda:nccl" on CUDA and "gloo" on CPU.
         timeout_minutes: of collectives; a rollout may keep ranks waiting for the slowest.
+        prefetch: layers that are gathered ahead of the one that computes; 0 leaves it to FSDP2 (one, in backward).
+        reshard_after_forward: false keeps the gathered parameters of trained models until the optimizer's step: one all-gather
+            per step instead of two per micro-batch, for the memory of the whole model in the compute dtype; true frees a tied
+            embedding too after forward; null frees all but that.
 
     Raises:
-        ValueError: the world size is not a multiple of ``sequence_parallel_size * data_parallel_replicate``.
+        ValueError: the world size is not a multiple of ``sequence_parallel_size * data_parallel_replicate``, or a
+            sequence-parallel group would span nodes.
     """
 
     def __init__(
         self,
         sequence_parallel_size: int = 1,
-        data_parallel_replicate: int = 1,
+        data_parallel_replicate: int | Literal["nodes"] = 1,
         process_group_backend: str | None = None,
         timeout_minutes: float = 30.0,
+        prefetch: int = 0,
+        reshard_after_forward: bool | None = None,
     ) -> None:
+        if prefetch < 0:
+            raise ValueError(f"trainer.strategy.prefetch must be 0 (FSDP2's own) or positive, got {prefetch}")
         for name, value in (
             ("sequence_parallel_size", sequence_parallel_size),
             ("data_parallel_replicate", data_parallel_replicate),
         ):
-            if value < 1:
+            if value != "nodes" and value < 1:
                 raise ValueError(f"trainer.strategy.{name} must be at least 1, got {value}")
         super().__init__(process_group_backend=process_group_backend, timeout=timedelta(minutes=timeout_minutes))
         self.sequence_parallel_size = sequence_parallel_size
         self.data_parallel_replicate = data_parallel_replicate
+        self.prefetch, self.reshard_after_forward = prefetch, reshard_after_forward
         self._data_mesh: DeviceMesh | None = None
 
     # -- meshes ------------------------------------------------------------------------------------
@@ -128,11 +134,11 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
     def setup_environment(self) -> None:
         if self._process_group_backend is None and self.root_device.type == "cuda":
             self._process_group_backend = "cpu:gloo,cuda:nccl"
+        self.check_world_size(self.num_nodes * self.num_processes, self.num_nodes)
         self._setup_distributed()  # not super(): that builds Lightning's own (data, tensor) mesh
-        self.check_world_size(self.world_size)
         device, sp = self.root_device.type, self.sequence_parallel_size
         self._data_mesh = init_device_mesh(device, (self.world_size // sp, sp), mesh_dim_names=("dp", "sp"))
-        replicas = self.data_parallel_replicate
+        replicas = self.replicas(self.num_nodes)
         if replicas == 1:
             self._device_mesh = init_device_mesh(device, (self.world_size,), mesh_dim_names=("shard",))
         else:
@@ -141,13 +147,22 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
-    def check_world_size(self, world_size: int) -> None:
-        """Raise unless the meshes tile ``world_size`` ranks."""
-        sp, replicas = self.sequence_parallel_size, self.data_parallel_replicate
+    def replicas(self, num_nodes: int) -> int:
+        """Copies of the sharded model on so many nodes."""
+        return num_nodes if self.data_parallel_replicate == "nodes" else self.data_parallel_replicate
+
+    def check_world_size(self, world_size: int, num_nodes: int = 1) -> None:
+        """Raise unless the meshes tile ``world_size`` ranks and sequence-parallel groups lie inside a node."""
+        sp, replicas = self.sequence_parallel_size, self.replicas(num_nodes)
         if world_size % (sp * replicas):
             raise ValueError(
                 f"{world_size} processes are no multiple of sequence_parallel_size x data_parallel_replicate = {sp} x"
                 f" {replicas}: change trainer.devices, trainer.num_nodes or the strategy's sizes"
+            )
+        if (world_size // num_nodes) % sp:  # its all-to-alls in every layer would cross the network
+            raise ValueError(
+                f"sequence_parallel_size={sp} must divide the {world_size // num_nodes} processes of a node, a group would"
+                " span nodes: lower it or change trainer.devices"
             )
 
     @property
@@ -234,38 +249,62 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
 
     # -- sharding and loading ----------------------------------------------------------------------
 
-    def shard(self, root: nn.Module, units: list[nn.Module], frozen: bool = False) -> None:
+    def shard(self, root: nn.Module, units: list[nn.Module], frozen: bool = False, on_host: bool = False) -> None:
         """Make ``root`` an FSDP2 root with ``units`` (decoder layers, an untied head, a value head) as groups of their own.
 
         Everything in one unit that trains must have one dtype. A frozen root keeps its own dtype and is gathered layer by
         layer; a float32 unit inside a bf16-mixed root can be sharded beforehand with its own policy (`shard_float32`).
+        With ``on_host`` the shards live in host memory, pinned on CUDA, and travel to the device when they are gathered.
         """
-        policy = MixedPrecisionPolicy() if frozen else self.precision_plugin.policy
+        options: dict[str, Any] = {"mesh": self.device_mesh}
+        options["mp_policy"] = MixedPrecisionPolicy() if frozen else self.precision_plugin.policy
+        if on_host:
+            options["offload_policy"] = self._host_policy
+        reshard = True if frozen else self.reshard_after_forward
         for unit in units:
-            fully_shard(unit, mesh=self.device_mesh, mp_policy=policy)
-        fully_shard(root, mesh=self.device_mesh, mp_policy=policy, reshard_after_forward=True if frozen else None)
+            fully_shard(unit, **options, reshard_after_forward=True if reshard is None else reshard)
+        fully_shard(root, **options, reshard_after_forward=reshard)
+        self._prefetch([unit for unit in units if not isinstance(unit, nn.Linear | nn.Embedding)])
         if self.root_device.type == "cpu":  # gloo cannot average
             for module in root.modules():
                 if isinstance(module, FSDPModule):
                     module.set_force_sum_reduction_for_comms(True)
         if frozen:
             root.requires_grad_(False)
+        elif reshard is False:
+            root.set_reshard_after_backward(False)  # type: ignore[operator]
+
+    @property
+    def _host_policy(self) -> CPUOffloadPolicy:
+        return CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
+
+    def _prefetch(self, layers: list[nn.Module]) -> None:
+        """Gather the next ``prefetch`` layers, in either direction, while one computes."""
+        ahead = self.prefetch
+        for i, layer in enumerate(layers if ahead else []):
+            assert isinstance(layer, FSDPModule)
+            layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + ahead])  # type: ignore[arg-type]
+            layer.set_modules_to_backward_prefetch(layers[max(0, i - ahead) : i][::-1])  # type: ignore[arg-type]
 
     def shard_float32(self, unit: nn.Module) -> None:
         """A unit that computes in float32 whatever the precision: its inputs are cast up."""
         policy = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.float32)
         fully_shard(unit, mesh=self.device_mesh, mp_policy=policy)
 
-    def shard_uncast(self, unit: nn.Module) -> None:
+    def shard_uncast(self, unit: nn.Module, on_host: bool = False) -> None:
         """A unit that gets its inputs as they are: the blocks of a vision tower take rotary angles in float32."""
-        fully_shard(
-            unit, mesh=self.device_mesh, mp_policy=replace(self.precision_plugin.policy, cast_forward_inputs=False)
-        )
+        options: dict[str, Any] = {"offload_policy": self._host_policy} if on_host else {}
+        policy = replace(self.precision_plugin.policy, cast_forward_inputs=False)
+        fully_shard(unit, mesh=self.device_mesh, mp_policy=policy, **options)
 
-    def materialize(self, root: nn.Module) -> None:
-        """Allocate a sharded root whose parameters are on the meta device; the values are undefined until loaded."""
+    def materialize(self, root: nn.Module, on_host: bool = False) -> None:
+        """Allocate a sharded root whose parameters are on the meta device; the values are undefined until loaded.
+
+        ``on_host`` as in `shard`; buffers go to the device in either case.
+        """
         device = self.root_device
-        root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+        home = torch.device("cpu") if on_host else device
+        root._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(device))
 
     @staticmethod
     def reshard(root: nn.Module) -> None:
@@ -273,6 +312,14 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         for module in root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        if self.reshard_after_forward is False:  # what is still gathered is of before the step
+            assert self.model is not None
+            self.reshard(self.model)
+        return result
 
     # -- checkpoints: a DCP folder, local or remote; parameters without gradient are left out ------
 
@@ -346,9 +393,13 @@ def _plain(value: Any) -> Any:
     return value
 
 
-StrategyRegistry.register(
-    "fsdp_ulysses",
-    FSDPUlyssesStrategy,
-    description="FSDP2 with DeepSpeed-Ulysses sequence parallelism",
-    override=True,
-)
+for _name, _replicate in (("fsdp_ulysses", 1), ("hsdp_ulysses", "nodes")):
+    for _ranks in (1, 2, 4, 8):
+        StrategyRegistry.register(
+            _name if _ranks == 1 else f"{_name}_sp{_ranks}",
+            FSDPUlyssesStrategy,
+            description="FSDP2 with DeepSpeed-Ulysses sequence parallelism",
+            override=True,
+            sequence_parallel_size=_ranks,
+            data_parallel_replicate=_replicate,
+        )

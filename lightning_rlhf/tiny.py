@@ -36,39 +36,14 @@ def share_of_digits(completions: list[str], **_: Any) -> list[float]:
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 
 
-def local_path(model: str, trust_remote_code: bool = False) -> str:
-    """The folder of ``model``: a local path as it is, `random:tiny` from the cache, a hub id downloaded.
-
-    Raises:
-        FileNotFoundError: a path that does not exist, or a hub id that cannot be fetched.
-    """
-    if model == TINY:
-        return str(tiny_model())
-    if model.startswith("random:"):
-        raise FileNotFoundError(f"model.model: {model!r} is unknown, the only built-in model is {TINY!r}")
-    if Path(model).is_dir():
-        return model
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise FileNotFoundError(f"model.model: there is no folder {model!r}")
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
-    try:
-        patterns += ["*.py"] if trust_remote_code else []
-        folder = snapshot_download(model, allow_patterns=patterns)
-        if not any(Path(folder).glob("*.safetensors")):
-            folder = snapshot_download(model, allow_patterns=[*patterns, "*.bin", "*.bin.index.json"])
-        return folder
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise FileNotFoundError(
-            f"model.model: {model!r} is neither a local folder nor a model that can be downloaded ({reason})"
-        ) from error
+def cache_folder() -> Path:
+    """Of this package, on this machine."""
+    return Path(os.environ.get("LIGHTNING_RLHF_CACHE", "~/.cache/lightning_rlhf")).expanduser()
 
 
 def tiny_model(cache: Path | None = None) -> Path:
     """Write the model if it is not there yet; safe when several processes do so at once (the folder appears whole)."""
-    root = cache or Path(os.environ.get("LIGHTNING_RLHF_CACHE", "~/.cache/lightning_rlhf")).expanduser()
+    root = cache or cache_folder()
     target = root / f"random-tiny-{_VERSION}"
     if target.is_dir():
         return target

@@ -29,7 +29,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_rlhf.kernels import Kernel, choose_kernel
+from lightning_rlhf.images import is_vision_language
+from lightning_rlhf.kernels import Features, Kernel, choose_kernel, describe
 
 # The collectives are custom ops, not autograd.Function around torch.distributed calls: torch 2.11 compiles the latter into
 # silently wrong gradients. Custom ops take plain values only, so groups are looked up by name.
@@ -172,10 +173,13 @@ def packed_attention(kernel: Kernel, group: dist.ProcessGroup | None = None) -> 
     ) -> tuple[Tensor, None]:
         if cu_seq_lens_q is None or query.shape[0] != 1 or attention_mask is not None:
             # without this check a padded batch would silently attend to its padding
-            raise ValueError("packed attention needs batch size 1, no attention_mask, and cu_seq_lens_q/max_length_q")
+            raise ValueError(
+                f"{type(module).__name__}: packed attention needs batch size 1, no attention_mask, and"
+                " cu_seq_lens_q/max_length_q"
+            )
         if dropout or kwargs.get("position_bias") is not None:
             raise NotImplementedError(
-                "packed attention has neither dropout nor position_bias: set attention_dropout to 0"
+                f"{type(module).__name__}: packed attention has neither dropout nor position_bias: set attention_dropout to 0"
             )
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
@@ -184,18 +188,8 @@ def packed_attention(kernel: Kernel, group: dist.ProcessGroup | None = None) -> 
             if s_aux is not None:  # a parameter per head: this rank's heads
                 local = q.shape[1]
                 s_aux = F.pad(s_aux, (0, local * ranks - heads))[rank * local : (rank + 1) * local]
-        out = kernel(
-            q,
-            k,
-            v,
-            cu_seq_lens_q,
-            max_length_q,
-            causal=causal,
-            scale=scaling,
-            window=sliding_window,
-            softcap=softcap,
-            sinks=s_aux,
-        )
+        features = Features(causal=causal, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
+        out = kernel(q, k, v, cu_seq_lens_q, max_length_q, features)  # type: ignore[arg-type]
         if ranks > 1:
             out = _gather_heads(out, heads, ranks, name)
         return out[None], None
@@ -209,8 +203,25 @@ def use_packed_attention(
     device: torch.device,
     group: dist.ProcessGroup | None,
     dtype: torch.dtype = torch.bfloat16,
-) -> None:
-    """Make a transformers model that computes in ``dtype`` attend over packed streams.
+) -> str:
+    """Make a transformers model that computes in ``dtype`` attend over packed streams; returns what the log says of it.
+
+    Raises:
+        NotImplementedError: see `set_attention`.
+        ValueError: the kernel cannot run here, or lacks what the model's attention needs.
+    """
+    config = model.config.get_text_config()  # type: ignore[union-attr,operator]
+    sinks = next((p for n, p in model.named_parameters() if n.endswith(".sinks")), None)
+    needs = Features(softcap=getattr(config, "attn_logit_softcapping", None), sinks=sinks)
+    resolved, function = choose_kernel(kernel, device, dtype, needs)
+    # transformers tests names for the substring "flash" and would look for the package
+    name = f"packed_{resolved.replace('flash_attention_', 'fa')}_sp{group_size(group)}"
+    set_attention(model, name, packed_attention(function, group))
+    return f"attention {describe(resolved)}, packed, sequence parallel {group_size(group)}"
+
+
+def set_attention(model: nn.Module, name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
+    """Register an attention function over packed streams and make a transformers model use it.
 
     No mask function is registered under the name, so that transformers builds no mask at all.
 
@@ -219,41 +230,56 @@ def use_packed_attention(
     """
     from transformers import AttentionInterface
 
-    if not getattr(model, "_supports_flash_attn", False):
-        raise NotImplementedError(f"{type(model).__name__} does not support packed (flash-attention style) inputs")
-    # transformers tests names for the substring "flash" and would look for the package
-    name = f"packed_{kernel.replace('flash_attention_', 'fa')}_sp{group_size(group)}_{str(dtype)[6:]}"
-    AttentionInterface.register(name, packed_attention(choose_kernel(kernel, device, dtype), group))
+    kind = type(model).__name__
+    if getattr(model, "_is_stateful", False) and not getattr(model.config.get_text_config(), "layer_types", None):  # type: ignore[union-attr,operator]
+        raise NotImplementedError(f"{kind} cannot be packed: it is recurrent, which mixes the tokens of neighbours")
+    # the first flag says that attention needs no mask, the second that every keyword reaches the function
+    if not (getattr(model, "_supports_flash_attn", False) and getattr(model, "_supports_attention_backend", False)):
+        raise NotImplementedError(
+            f"{kind} cannot be packed: its attention needs a mask or a position bias (ALiBi), or does not use"
+            " transformers' AttentionInterface"
+        )
+    AttentionInterface.register(name, function)
     model.set_attn_implementation(name)  # type: ignore[operator]
     if model.config._attn_implementation != name:  # type: ignore[union-attr]
-        raise NotImplementedError(f"{type(model).__name__} does not use transformers' AttentionInterface")
+        raise NotImplementedError(f"{kind} does not use transformers' AttentionInterface")
 
 
-def check_packable(config: Any, sequence_parallel_size: int = 1) -> None:
+def check_packable(config: Any) -> None:
     """Refuse what would be silently wrong, from the configuration alone.
 
     Raises:
-        NotImplementedError: layers that mix the tokens of packed neighbours; with sequence parallelism also other layers
-            that mix tokens outside attention, and rotary types that look at the whole sequence.
+        NotImplementedError: not a decoder of text, or of text and images; layers other than attention, which mix the tokens
+            of packed neighbours; an auxiliary loss; random routing.
     """
+    kind = config.model_type
+    if config.is_encoder_decoder:
+        raise NotImplementedError(f"{kind} is an encoder-decoder model: only decoders can be trained")
     text = config.get_text_config()
-    leaky = set(getattr(text, "layer_types", None) or ()) & {"conv", "mamba", "recurrent"}
-    if leaky:
-        raise NotImplementedError(f"layers of type {', '.join(sorted(leaky))} mix the tokens of packed sequences")
-    if sequence_parallel_size == 1:
-        return
-    mixing = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if mixing:
+    if not is_vision_language(config) and text is not config:
+        raise NotImplementedError(f"{kind} takes sound or more beside text: only models of text can be trained")
+    others = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention", "attention"}
+    if others:
         raise NotImplementedError(
-            f"sequence_parallel_size={sequence_parallel_size}: layers of type {', '.join(sorted(mixing))} mix tokens outside"
-            " attention, use sequence_parallel_size 1"
+            f"{kind} cannot be packed: its layers of type {', '.join(sorted(others))} are neither full nor sliding attention"
         )
-    rope = getattr(text, "rope_parameters", None) or {}
-    kinds: set[Any] = {
-        r.get("rope_type") for r in ([rope] if "rope_type" in rope else rope.values()) if isinstance(r, dict)
-    }
-    if kinds & {"dynamic", "longrope"}:
+    if getattr(text, "output_router_logits", False):
         raise NotImplementedError(
-            f"sequence_parallel_size={sequence_parallel_size}: {'/'.join(kinds & {'dynamic', 'longrope'})} rotary embeddings"
-            " depend on the longest position, ranks would disagree: use sequence_parallel_size 1"
+            f"{kind}: output_router_logits adds an auxiliary loss that is not trained here: set it to false"
         )
+    for name, value in text.to_dict().items():
+        if "jitter" in name and value:
+            raise NotImplementedError(f"{kind}: {name}={value} makes routing random in training: only 0 can be trained")
+
+
+def position_limit(config: Any) -> int | None:
+    """Tokens up to which a sequence's rotary frequencies depend neither on packed neighbours nor on how ranks share it.
+
+    Dynamic and LongRoPE frequencies follow the longest position of the whole input; up to the original length they are fixed.
+    None: every length.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
+    limits = [config.max_position_embeddings for r in kinds if r.get("rope_type") == "dynamic"]
+    limits += [r["original_max_position_embeddings"] for r in kinds if r.get("rope_type") == "longrope"]
+    return min(limits, default=None)

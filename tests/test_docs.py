@@ -26,6 +26,7 @@ OWNERS: dict[str, tuple[type, ...]] = {
     "trainer.strategy": (lightning_rlhf.FSDPUlyssesStrategy,),
     "model": (RLHFLightningModule, lightning_rlhf.PPOLightningModule, ModelSettings),
     "model.kl": (lightning_rlhf.KL,),
+    "model.lora": (lightning_rlhf.LoRA,),
     "rollout": (lightning_rlhf.RolloutCallback,),
     "rollout.sampling": (lightning_rlhf.Sampling,),
     "rollout.val_sampling": (lightning_rlhf.Sampling,),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
@@ -24,7 +25,8 @@ from transformers import (
     Starcoder2Config,
 )
 
-from lightning_rlhf.flops import Dims, Passes, dims_of, forward_flops, peak_flops, phase_flops, training_flops
+from lightning_rlhf.flops import Dims, Passes, dims_of, forward_flops, frozen, peak_flops, phase_flops, training_flops
+from lightning_rlhf.modules.lora import trained_matrices
 
 GOLDEN = json.loads((Path(__file__).parent / "goldens" / "rl_math.json").read_text())["flops"]
 SMALL: dict[str, Any] = {
@@ -102,6 +104,24 @@ def test_forward_flops_are_what_torch_counts() -> None:
         model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
     full_attention = 4 * length**2 * dims.head_dim * dims.heads * dims.layers  # torch counts the masked half too
     assert counter.get_total_flops() == pytest.approx(forward_flops(dims, [length]) + full_attention / 2, rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # of transformers 5.24 to peft
+def test_frozen_matrices_have_no_gradient_of_their_own() -> None:
+    config, length, r = LlamaConfig(**SMALL, attn_implementation="eager"), 24, 8
+    model = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(r=r, target_modules="all-linear"))
+    model.get_input_embeddings().register_forward_hook(lambda *args: args[-1].requires_grad_())  # as in a deep model
+    trained, added = trained_matrices(model)
+    assert trained == added == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    full, dims = dims_of(config), frozen(dims_of(config), trained, added)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False).logits.sum().backward()
+    masked = 12 * length**2 * dims.head_dim * dims.heads * dims.layers / 2  # torch counts the masked half too
+    assert counter.get_total_flops() == pytest.approx(training_flops(dims, [length]) + masked, rel=1e-3)
+    without = training_flops(full, [length]) - 2 * full.matmul_parameters * length
+    assert training_flops(dims, [length]) == pytest.approx(without + 6 * added * length)
+    lookup = training_flops(dims, [length], lookup=True) - training_flops(dims, [length])
+    assert lookup == pytest.approx(4 * full.lookup_parameters * length)
 
 
 def test_a_sliding_window_counts_the_pairs_inside_it() -> None:

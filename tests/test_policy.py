@@ -41,11 +41,17 @@ def save(name: str, folder: Path) -> str:
     return str(folder)
 
 
-def strategy_of(ranks: int, **sizes: int) -> FSDPUlyssesStrategy:
+def strategy_of(ranks: int, accelerator: str = "cpu", precision: str = "32-true", **sizes: int) -> FSDPUlyssesStrategy:
     """A strategy on the process group that is there, without a training run."""
     strategy = FSDPUlyssesStrategy(**sizes)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=ranks, strategy=strategy, logger=False, enable_checkpointing=False, barebones=True
+        accelerator=accelerator,
+        devices=ranks,
+        strategy=strategy,
+        precision=precision,
+        logger=False,
+        enable_checkpointing=False,
+        barebones=True,
     )
     trainer.strategy.connect(pl.LightningModule())
     trainer.strategy.setup_environment()
@@ -122,6 +128,14 @@ def test_a_packed_model_equals_the_stock_model_in_value_and_gradient(name, tmp_p
 def test_sharded_models_equal_the_stock_model_in_value_and_gradient(name, ranks, sizes, tmp_path):
     folder = save(name, tmp_path)
     assert_equal_to_stock(spawn(gradients_of, ranks, folder, ranks, sizes), folder)
+
+
+def test_the_head_computes_response_positions_only(tmp_path):
+    actor = build_policy(ModelSettings(save("untied", tmp_path)), strategy_of(1))
+    seen = []
+    actor.model.lm_head.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    actor(pack(sequences(), PROMPTS), 1.0)
+    assert seen == [sum(len(ids) - n for ids, n in zip(sequences(), PROMPTS, strict=True))]
 
 
 def test_a_reference_is_bfloat16_without_gradients(tmp_path):

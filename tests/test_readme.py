@@ -30,10 +30,10 @@ def test_the_subclass_of_the_readme_trains(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command", re.findall(r"^lightning-rlhf (?:fit|validate) .*$", "\n".join(blocks("bash")), re.MULTILINE)
+    "command", re.findall(r"^lightning-rlhf (?:fit|validate|plan) .*$", "\n".join(blocks("bash")), re.MULTILINE)
 )
 def test_every_command_of_the_readme_parses(command, tmp_path):
-    line = [sys.executable, "-m", "lightning_rlhf", *shlex.split(command)[1:]]
+    line = [sys.executable, "-m", "lightning_rlhf", *shlex.split(command, comments=True)[1:]]
     line += [] if "--print_config" in line else ["--print_config"]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

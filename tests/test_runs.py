@@ -31,7 +31,12 @@ def run(folder: Path, config: str, *arguments: str, command: str = "fit") -> lis
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
-    latest = max((folder / "run").iterdir(), key=lambda p: int(p.name.rpartition("_")[2]))
+    return metrics_of(folder / "run")
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    """Rows of the latest version of a CSVLogger."""
+    latest = max(folder.iterdir(), key=lambda p: int(p.name.rpartition("_")[2]))
     with (latest / "metrics.csv").open(newline="") as file:
         return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
 

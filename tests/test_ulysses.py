@@ -4,14 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from toys import spawn
-from transformers import AutoConfig, AutoModelForCausalLM, FalconConfig, Lfm2Config, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, FalconConfig, LlamaConfig, Qwen2Config
 
 from lightning_rlhf.kernels import reference_kernel
 from lightning_rlhf.ulysses import (
-    check_packable,
     gather_sequence,
     head_plan,
     packed_attention,
+    position_limit,
     shard_sequence,
     use_packed_attention,
 )
@@ -81,14 +81,12 @@ def test_a_model_without_the_attention_interface_is_refused():
         use_packed_attention(model, "auto", torch.device("cpu"), None)
 
 
-def test_what_would_be_silently_wrong_with_sequence_parallelism_is_refused():
-    check_packable(LlamaConfig(), 8)
-    dynamic = LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    check_packable(dynamic, 1)
-    with pytest.raises(NotImplementedError, match="dynamic rotary embeddings"):
-        check_packable(dynamic, 2)
-    mixed = AutoConfig.for_model("qwen3_next")
-    with pytest.raises(NotImplementedError, match="linear_attention mix tokens outside attention"):
-        check_packable(mixed, 2)
-    with pytest.raises(NotImplementedError, match="conv mix the tokens of packed sequences"):
-        check_packable(Lfm2Config(layer_types=["conv", "full_attention"], num_hidden_layers=2))
+def test_rotary_embeddings_that_look_at_the_whole_input_have_a_limit():
+    def rope(**parameters):
+        return LlamaConfig(max_position_embeddings=64, rope_parameters={"rope_theta": 1e4, **parameters})
+
+    assert position_limit(LlamaConfig()) is None
+    assert position_limit(rope(rope_type="yarn", factor=2.0)) is None
+    assert position_limit(rope(rope_type="dynamic", factor=2.0)) == 64
+    factors = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+    assert position_limit(rope(rope_type="longrope", original_max_position_embeddings=16, **factors)) == 16

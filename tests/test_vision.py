@@ -178,7 +178,6 @@ def test_sharded_models_equal_the_stock_model_in_value_and_gradient(name, folder
     assert_equal_to_stock([own[name][0] for own in two_ranks], folder, False)
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
 def test_results_do_not_depend_on_how_the_work_is_split(folder, two_ranks):
     one = train(folder, freeze_vision=False)
     assert len(one) == 2

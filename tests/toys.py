@@ -6,7 +6,7 @@ import csv
 import os
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -64,6 +64,9 @@ def fit(
     iterations: int,
     rollout: dict[str, Any] | None = None,
     accelerator: str = "cpu",
+    callbacks: Sequence[pl.Callback] = (),
+    ckpt_path: str | None = None,
+    precision: str = "32-true",
     **sampling: Any,
 ) -> list[dict[str, float]]:
     """Train with 16 prompts an iteration and responses of 6 tokens; the metrics of each iteration."""
@@ -74,13 +77,18 @@ def fit(
         devices=1,
         strategy=FSDPUlyssesStrategy(),
         max_steps=iterations,
+        precision=precision,
         logger=CSVLogger(str(folder), name="", version=""),
         log_every_n_steps=1,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[RolloutCallback(sampling=Sampling(max_completion_length=6, **sampling), **(rollout or {}))],
+        callbacks=[
+            RolloutCallback(sampling=Sampling(max_completion_length=6, **sampling), **(rollout or {})),
+            *callbacks,
+        ],
     )
-    trainer.fit(module, datamodule=PromptDataModule(path="toys.prompts", batch_size=16, max_prompt_length=32))
+    data = PromptDataModule(path="toys.prompts", batch_size=16, max_prompt_length=32)
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     with (folder / "metrics.csv").open(newline="") as file:
         return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]

@@ -1,6 +1,7 @@
 """Write the policy as an ordinary Hugging Face folder, which transformers and vLLM load.
 
     <run folder>/hf/iteration_000200/    config.json, generation_config.json, tokenizer files, model*.safetensors (bf16)
+                                         of LoRA the merged model, or: adapter_config.json, adapter_model.safetensors
 
 All ranks gather the shards bucket by bucket; rank 0 keeps the full tensors on the host (2 bytes per parameter) and
 writes. A folder appears under its name only when it is whole. An observer: removing it changes no result.
@@ -11,7 +12,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
+from lightning_rlhf.hf_config import load_config
 from lightning_rlhf.images import auto_class
 
 
@@ -31,13 +34,18 @@ class HFExport(pl.Callback):
         every_n_iterations: between two exports; None exports at the end only.
         at_end: export after the last iteration.
         dirpath: local folder for the exports; None takes ``hf`` in the run's folder.
+        adapter: of a run with LoRA export the adapter alone, in peft's format and the dtype it is trained in.
 
     Raises:
-        ValueError: no export was asked for, or the folder is not local.
+        ValueError: no export was asked for, the folder is not local, or there is no adapter.
     """
 
     def __init__(
-        self, every_n_iterations: int | None = None, at_end: bool = True, dirpath: str | Path | None = None
+        self,
+        every_n_iterations: int | None = None,
+        at_end: bool = True,
+        dirpath: str | Path | None = None,
+        adapter: bool = False,
     ) -> None:
         if every_n_iterations is not None and every_n_iterations < 1:
             raise ValueError(f"every_n_iterations must be at least 1, or null for none, got {every_n_iterations}")
@@ -46,6 +54,7 @@ class HFExport(pl.Callback):
         self.every_n_iterations = every_n_iterations
         self.at_end = at_end
         self.dirpath = dirpath
+        self.adapter = adapter
         self._exported_at = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
@@ -54,6 +63,8 @@ class HFExport(pl.Callback):
             self.dirpath = os.path.join(folder, "hf")
         if not _is_local_file_protocol(self.dirpath):
             raise ValueError(f"HFExport writes to local folders only, got {str(self.dirpath)!r}: set its dirpath")
+        if self.adapter and pl_module.settings.lora is None:
+            raise ValueError("HFExport.adapter needs a run with LoRA: set model.lora, or leave it out")
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.every_n_iterations and trainer.global_step % self.every_n_iterations == 0:
@@ -69,25 +80,42 @@ class HFExport(pl.Callback):
         self._exported_at = trainer.global_step
         assert self.dirpath is not None
         target = Path(self.dirpath) / f"iteration_{trainer.global_step:06d}"
-        settings = pl_module.settings
-        export(
-            pl_module.actor, target, settings.path, pl_module.tokenizer, trainer.strategy, settings.trust_remote_code
-        )
+        settings, tokenizer = pl_module.settings, pl_module.tokenizer
+        changes, adapter = settings.config_overrides, self.adapter
+        trust = settings.trust_remote_code
+        export(pl_module.actor, target, settings.path, tokenizer, trainer.strategy, trust, changes, adapter=adapter)
 
 
 def export(
-    actor: Any, target: Path, model_path: str, tokenizer: Any, strategy: Strategy, trust_remote_code: bool = False
+    actor: Any,
+    target: Path,
+    model_path: str,
+    tokenizer: Any,
+    strategy: Strategy,
+    trust_remote_code: bool = False,
+    config_overrides: Mapping[str, Any] | None = None,
+    *,
+    adapter: bool = False,
 ) -> None:
-    """Gather the weights of ``actor`` and write them on rank 0: a collective, see `write_folder`.
+    """Gather the weights of ``actor``, or with ``adapter`` of its adapter, and write them on rank 0: a collective.
 
     Raises:
         RuntimeError: on every rank if rank 0 could not write, so that none waits for it.
     """
-    weights = _gather_on_first_rank(actor, strategy.is_global_zero)
+    keep = strategy.is_global_zero
+    if adapter:
+        weights = _gather_on_first_rank(actor.adapter.named_parameters(), None, keep)
+    else:
+        weights = _gather_on_first_rank(actor.hf_named_parameters(), torch.bfloat16, keep)
     failure = None
     if strategy.is_global_zero:
         try:
-            write_folder(target, weights, model_path, tokenizer, trust_remote_code)
+            if adapter:
+                with _appearing_whole(target) as draft:
+                    actor.adapter.save(draft, weights)
+                    tokenizer.save_pretrained(draft)
+            else:
+                write_folder(target, weights, model_path, tokenizer, trust_remote_code, config_overrides)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
     failure = strategy.broadcast(failure)
@@ -96,7 +124,12 @@ def export(
 
 
 def write_folder(
-    target: Path, weights: Mapping[str, Tensor], model_path: str, tokenizer: Any, trust_remote_code: bool = False
+    target: Path,
+    weights: Mapping[str, Tensor],
+    model_path: str,
+    tokenizer: Any,
+    trust_remote_code: bool = False,
+    config_overrides: Mapping[str, Any] | None = None,
 ) -> None:
     """Write weights, config, generation config and tokenizer under a temporary name, then rename.
 
@@ -106,16 +139,24 @@ def write_folder(
         model_path: folder with the config that the weights belong to.
         tokenizer: anything with ``save_pretrained``.
         trust_remote_code: the model's class comes with its folder.
+        config_overrides: with which the model was built; they become part of its config.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
-    try:
-        model = _skeleton(model_path, trust_remote_code)
+    with _appearing_whole(target) as draft:
+        model = _skeleton(model_path, trust_remote_code, config_overrides)
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         model.save_pretrained(draft, state_dict={n: t for n, t in weights.items() if n not in tied})
         tokenizer.save_pretrained(draft)
         for file in Path(model_path).glob("*processor_config.json"):  # of images, if the model takes some
             shutil.copyfile(file, draft / file.name)
+
+
+@contextmanager
+def _appearing_whole(target: Path) -> Iterator[Path]:
+    """A folder that takes the name ``target`` once it was filled without an exception."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+    try:
+        yield draft
         draft.chmod(0o755)  # mkdtemp's folders are private
         if target.exists():
             shutil.rmtree(target)
@@ -124,11 +165,11 @@ def write_folder(
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _skeleton(model_path: str, trust_remote_code: bool) -> Any:
+def _skeleton(model_path: str, trust_remote_code: bool, config_overrides: Mapping[str, Any] | None) -> Any:
     """The model without weights: what `save_pretrained` needs to know of its class."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    config = load_config(model_path, config_overrides, trust_remote_code)
     with torch.device("meta"):
         model = auto_class(config).from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
     if (Path(model_path) / "generation_config.json").exists():
@@ -136,11 +177,13 @@ def _skeleton(model_path: str, trust_remote_code: bool) -> Any:
     return model
 
 
-def _gather_on_first_rank(actor: Any, keep: bool) -> dict[str, Tensor]:
+def _gather_on_first_rank(
+    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, keep: bool
+) -> dict[str, Tensor]:
     from lightning_rlhf.rollout.weights import gather
 
     kept = {}
-    for name, tensor in gather(actor.hf_named_parameters(), torch.bfloat16):
+    for name, tensor in gather(named, dtype):
         if keep:
             kept[name] = tensor.to("cpu", copy=True)  # it may be the parameter itself
     return kept

@@ -1,6 +1,7 @@
 """`RolloutCallback`: owns the engine and fills ``batch["rollout"]`` before the module sees the batch.
 
-    on_train_batch_start    offload optimizer → wake(weights) → sync → wake(kv_cache) → generate → sleep → optimizer back
+    on_train_batch_start    offload optimizer → wake(weights) → sync → offload parameters → wake(kv_cache) → generate → sleep
+                            → reload both, also when the engine fails
     on_validation_start     wake, sync, once per validation loop; generate per batch; sleep at its end
 
 Every generation phase first compares the engine's weight version with the module's and syncs when they differ. The first sync
@@ -9,15 +10,19 @@ and every n-th is verified: a checksum of the weights the engine holds against t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from jsonargparse.typing import NonNegativeInt
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_rlhf.callbacks.offload import HostMemory
+from lightning_rlhf.plan import Run, problems, read_run
+from lightning_rlhf.plan.checks import too_long
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.weights import gather, with_checksum
@@ -35,7 +40,8 @@ class RolloutCallback(pl.Callback):
         sampling: how training responses are drawn.
         val_sampling: how validation responses are drawn; default: one greedy response of the same length.
         sleep_level: what the engine gives back between phases: 0 nothing, 1 its cache (weights go to the host), 2 both.
-        offload_optimizer: move the optimizer's state to the host while the engine is awake.
+        offload_optimizer: the optimizer's state waits in host memory while the engine is awake.
+        offload_parameters: the shards of actor, critic and reference too, once the weights are synced.
         verify_sync_every: compare checksums on the first sync and on every n-th; 0 never.
         log_probs_every: take the sampler's log-probs in every n-th iteration, to measure how far the engine is from the
             trainer; they slow vLLM down; 0 never. They do not touch the loss.
@@ -50,6 +56,7 @@ class RolloutCallback(pl.Callback):
         offload_optimizer: bool = False,
         verify_sync_every: NonNegativeInt = 50,
         log_probs_every: NonNegativeInt = 10,
+        offload_parameters: bool = False,
     ) -> None:
         if sampling.temperature <= 0.0:
             raise ValueError(
@@ -61,7 +68,8 @@ class RolloutCallback(pl.Callback):
             sampling, num_generations=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0
         )
         self.sleep_level = sleep_level
-        self.offload_optimizer = offload_optimizer
+        self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
+        self._host = HostMemory()
         self.verify_sync_every = verify_sync_every
         self.log_probs_every = log_probs_every
         self._syncs = 0
@@ -77,34 +85,17 @@ class RolloutCallback(pl.Callback):
             )
         self.engine.setup(self._engine_setup(trainer, module))
         self.engine.weight_version = -1  # it may hold the weights of another module
+        self._host = HostMemory()  # its buffers are those of one module
 
     def _engine_setup(self, trainer: pl.Trainer, module: RLHFLightningModule) -> EngineSetup:
-        from transformers import AutoConfig
-
-        strategy, data = module.strategy, getattr(trainer, "datamodule", None)
-        config = AutoConfig.from_pretrained(module.model_path, trust_remote_code=module.settings.trust_remote_code)
-        limit = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
-        response = max(self.sampling.max_completion_length, self.val_sampling.max_completion_length)
-        prompt = getattr(data, "max_prompt_length", None) or getattr(data, "longest_prompt", None)
-        longest = prompt + response if prompt else limit
-        if response >= limit or longest > limit:
-            raise ValueError(
-                f"data.max_prompt_length + rollout.sampling.max_completion_length = {longest} exceed the model's"
-                f" {limit} positions: lower one of them"
-            )
-        budget = module.micro_batch_tokens * strategy.sequence_parallel_size
-        if (prompt or 1) + self.sampling.max_completion_length > budget:
-            raise ValueError(
-                f"the longest sequence has {(prompt or 1) + self.sampling.max_completion_length} tokens (prompt + response), a"
-                f" micro-batch holds {budget}: raise model.micro_batch_tokens, or lower data.max_prompt_length or"
-                " rollout.sampling.max_completion_length"
-            )
-        responses = getattr(data, "batch_size", 0) * self.sampling.num_generations
-        if responses and module.mini_batches > responses:
-            raise ValueError(
-                f"model.mini_batches is {module.mini_batches}, a rollout has only {responses} responses"
-                " (data.batch_size x num_generations): lower it"
-            )
+        run, strategy, data = run_of(trainer, module, self), module.strategy, getattr(trainer, "datamodule", None)
+        for problem in problems(run):
+            if problem.kind == "error":
+                raise ValueError(problem.message)
+            rank_zero_warn(problem.message)
+        limit = module.check_models()
+        if run.prompt_length and run.context > limit:
+            raise ValueError(too_long(run, limit))
         sizes = [
             -(-getattr(data, name, 256) // strategy.dp_size) * sampling.num_generations
             for name, sampling in (("batch_size", self.sampling), ("val_batch_size", self.val_sampling))
@@ -116,14 +107,18 @@ class RolloutCallback(pl.Callback):
             dtype=strategy.precision_plugin.compute_dtype,
             eos_token_ids=module.eos_token_ids,
             pad_token_id=module.pad_token_id,
-            max_model_len=longest,
+            max_model_len=run.context,
             max_num_seqs=max(sizes),
             seed=module.seed,
             trust_remote_code=module.settings.trust_remote_code,
+            config_overrides=module.settings.config_overrides,
         )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self.engine.close()
+        try:
+            self.engine.close()
+        finally:
+            self._reload(trainer, pl_module)  # type: ignore[arg-type]
 
     # -- phases ------------------------------------------------------------------------------------
 
@@ -132,19 +127,15 @@ class RolloutCallback(pl.Callback):
     ) -> None:
         module: RLHFLightningModule = pl_module  # type: ignore[assignment]
         iteration = trainer.fit_loop.total_batch_idx
-        self._offload(trainer)
         try:
-            self._wake(module)
+            self._wake(trainer, module)
             log_probs = self.log_probs_every > 0 and iteration % self.log_probs_every == 0
             batch["rollout"] = self._generate(module, batch["prompts"], self.sampling, iteration, log_probs)
         finally:
-            with module.phases("sleep"):
-                self.engine.sleep(self.sleep_level)
-            self._reload(trainer)
+            self._sleep(trainer, module)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._offload(trainer)
-        self._wake(pl_module)  # type: ignore[arg-type]
+        self._wake(trainer, pl_module)  # type: ignore[arg-type]
 
     def on_validation_batch_start(
         self,
@@ -158,31 +149,42 @@ class RolloutCallback(pl.Callback):
         batch["rollout"] = self._generate(pl_module, batch["prompts"], self.val_sampling, -1, False)  # type: ignore[arg-type]
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.engine.sleep(self.sleep_level)
-        self._reload(trainer)
+        self._sleep(trainer, pl_module)  # type: ignore[arg-type]
 
     on_test_start = on_validation_start
     on_test_batch_start = on_validation_batch_start
     on_test_end = on_validation_end
 
-    def _offload(self, trainer: pl.Trainer) -> None:
-        if self.offload_optimizer:
-            _move_state(trainer.optimizers, torch.device("cpu"))
-
-    def _reload(self, trainer: pl.Trainer) -> None:
-        if self.offload_optimizer:
-            _move_state(trainer.optimizers, trainer.strategy.root_device)
-
-    def _wake(self, module: RLHFLightningModule) -> None:
+    def _wake(self, trainer: pl.Trainer, module: RLHFLightningModule) -> None:
         """Weights first, synced if they are not the policy's, then the KV cache: that keeps the peak down."""
+        if self.offload_optimizer:
+            with module.phases("offload"):
+                self._host.offload_states(trainer.optimizers)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         with module.phases("sync"):
             self.engine.wake(["weights"])
             if self.engine.weight_version != module.weight_version:
                 self._sync(module)
+        if self.offload_parameters:
+            with module.phases("offload"):
+                for root in _roots(module):
+                    self._host.offload_parameters(root)
         with module.phases("wake"):
             self.engine.wake(["kv_cache"])
+
+    def _sleep(self, trainer: pl.Trainer, module: RLHFLightningModule) -> None:
+        try:
+            with module.phases("sleep"):
+                self.engine.sleep(self.sleep_level)
+        finally:
+            self._reload(trainer, module)
+
+    def _reload(self, trainer: pl.Trainer, module: RLHFLightningModule) -> None:
+        """Whatever is on the host comes back."""
+        if self._host.in_use:
+            with module.phases("reload"):
+                self._host.reload(_roots(module), trainer.optimizers, trainer.strategy.root_device)
 
     def _sync(self, module: RLHFLightningModule) -> None:
         module.strategy.reshard(module.actor)
@@ -217,19 +219,21 @@ class RolloutCallback(pl.Callback):
         return Rollout.build(prompts, completions, sampling)
 
 
-def _move_state(optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> None:
-    """Moments of the optimizers to ``device``; step counters stay where they are."""
-    if device.type == "cpu" and not torch.cuda.is_available():
-        return
-    for state in _states(optimizers):
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim() > 0:
-                state[key] = value.to(device, non_blocking=True)
-    if device.type == "cpu":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+def _roots(module: RLHFLightningModule) -> list[torch.nn.Module]:
+    """The sharded models of a module; not a reference whose shards live on the host anyway."""
+    names = ["actor", "critic"] if module.settings.offload_reference else ["actor", "critic", "reference"]
+    return [root for name in names if (root := getattr(module, name, None)) is not None]
 
 
-def _states(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:
-    for optimizer in optimizers:
-        yield from optimizer.state.values()
+def run_of(trainer: pl.Trainer, module: RLHFLightningModule, rollout: RolloutCallback) -> Run:
+    """The numbers of the run that a trainer is set up for."""
+    return read_run(
+        module,
+        getattr(trainer, "datamodule", None),
+        rollout,
+        module.strategy,
+        config=module.settings.config,
+        world_size=trainer.world_size,
+        num_nodes=trainer.num_nodes,
+        device_type=module.strategy.root_device.type,
+    )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
@@ -28,15 +29,16 @@ from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from torch import Tensor, nn
 
-from lightning_rlhf.flops import Passes, dims_of
+from lightning_rlhf.flops import Passes, dims_of, frozen
 from lightning_rlhf.images import ImageEncoder
 from lightning_rlhf.modules import advantages, losses
 from lightning_rlhf.modules.batching import MicroBatch, Split, micro_batches, mini_batches
 from lightning_rlhf.modules.experience import gather_experience
 from lightning_rlhf.modules.gradients import clip_roles
+from lightning_rlhf.modules.lora import trained_matrices
 from lightning_rlhf.modules.losses import Aggregation, KLKind, kl_estimate, token_weights
 from lightning_rlhf.modules.metrics import Metrics
-from lightning_rlhf.modules.policy import Policy, build_policy
+from lightning_rlhf.modules.policy import Critic, Policy, build_policy, check_model
 from lightning_rlhf.modules.report import (
     Alarms,
     ValidationMetrics,
@@ -251,20 +253,40 @@ class RLHFLightningModule(pl.LightningModule):
     @cached_property
     def flops(self) -> list[Passes]:
         """What one iteration's update is worth; empty for a model whose FLOPs are not known."""
-        return self.update_passes(self.actor.model.config)
+        return self.update_passes(self.actor)
 
-    def update_passes(self, config: Any, outputs: int | None = None) -> list[Passes]:
+    def update_passes(self, root: Policy | Critic, outputs: int | None = None) -> list[Passes]:
         """Forward and backward of one role in every epoch."""
         try:
-            return [Passes("update", dims_of(config, outputs), self.ppo_epochs, self.ppo_epochs)]
+            dims = dims_of(root.model.config, outputs)
         except ValueError:
             return []
+        if root.adapter is not None:
+            dims = frozen(dims, *trained_matrices(root))
+        return [Passes("update", dims, self.ppo_epochs, self.ppo_epochs)]
+
+    def check_models(self) -> int:
+        """Refuse models that cannot be trained here before any weights are loaded; returns the longest sequence they take."""
+        return min(check_model(settings, self.strategy) for settings in set(self.roles.values()))
+
+    @property
+    def roles(self) -> dict[str, ModelSettings]:
+        """The models of a run, in the order they are built; the reference is the one that is not trained."""
+        own_reference = (
+            self.needs_reference and self.settings.lora is None
+        )  # with LoRA it is the actor without its adapter
+        return {"actor": self.settings} | ({"reference": self.settings} if own_reference else {})
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """Of the trained roles."""
+        return {"actor": self.lr}
 
     def configure_model(self) -> None:
         if self.actor is not None:
             return
-        self.actor = build_policy(self.settings, self.strategy)
-        if self.needs_reference:
+        self.actor = build_policy(self.settings, self.strategy, seed=self.seed)
+        if "reference" in self.roles:
             self.reference = build_policy(self.settings, self.strategy, frozen=True)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
@@ -373,16 +395,21 @@ class RLHFLightningModule(pl.LightningModule):
             with self.phases("log_prob"):
                 old = self.forward_all(self.actor, experience, lambda packed: self.actor(packed, temperature)[0])
             experience = replace(experience, old_log_probs=old)
-        if self.reference is not None:
-            reference = self.reference
+        if self.needs_reference:
             with self.phases("reference"):
-                ref = self.forward_all(reference, experience, lambda packed: reference(packed, temperature)[0])
+                ref = self.reference_log_probs(experience)
             experience = replace(experience, ref_log_probs=ref)
             if self.kl.where == "reward":
                 assert experience.old_log_probs is not None
                 distance = kl_estimate(experience.old_log_probs, ref, self.kl.estimator) * experience.mask
                 experience = replace(experience, rewards=experience.rewards - self.kl.coef * distance)
         return experience
+
+    def reference_log_probs(self, experience: Experience) -> Float[Tensor, "G T"]:
+        """Of the frozen reference; with LoRA that is the actor without its adapter."""
+        root, adapter = self.reference or self.actor, self.actor.adapter
+        with nullcontext() if adapter is None else adapter.disabled():
+            return self.forward_all(root, experience, lambda packed: root(packed, experience.temperature)[0])
 
     @torch.no_grad()
     def forward_all(

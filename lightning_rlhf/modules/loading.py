@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,11 +112,9 @@ def _full_state(
     root: nn.Module, settings: ModelSettings, hf_name: Callable[[str], str], skip: tuple[str, ...]
 ) -> dict[str, Tensor]:
     """All of ``root``'s parameters as transformers loads them, in ``root``'s names and dtypes."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
+    config = deepcopy(settings.config)
     model = auto_class(config).from_pretrained(
-        settings.path, dtype=torch.float32, trust_remote_code=settings.trust_remote_code
+        settings.path, config=config, dtype=torch.float32, trust_remote_code=settings.trust_remote_code
     )
     source = model.state_dict()
     own = {n: p.dtype for n, p in root.named_parameters(remove_duplicate=False) if not n.startswith(skip or ("\0",))}

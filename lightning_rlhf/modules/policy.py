@@ -9,19 +9,32 @@ sharded, allocated, and every rank reads its own slices of the safetensors.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from copy import deepcopy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lightning_rlhf.hf_config import check_class
 from lightning_rlhf.images import auto_class, is_vision_language
+from lightning_rlhf.modules.execution import apply_execution, bucketed, check_execution
 from lightning_rlhf.modules.head import LogProbHead
 from lightning_rlhf.modules.loading import load_pretrained, meta_parameters
+from lightning_rlhf.modules.lora import Adapter, hf_name
 from lightning_rlhf.modules.settings import ModelSettings
-from lightning_rlhf.modules.vision import freeze, merged_inputs, shard_tower
+from lightning_rlhf.modules.startup import check_head, check_isolation
+from lightning_rlhf.modules.vision import check_vision, freeze, merged_inputs, shard_tower
 from lightning_rlhf.packing import Packed
-from lightning_rlhf.ulysses import check_packable, gather_sequence, group_size, shard_sequence, use_packed_attention
+from lightning_rlhf.ulysses import (
+    check_packable,
+    gather_sequence,
+    group_size,
+    position_limit,
+    shard_sequence,
+    use_packed_attention,
+)
 
 if TYPE_CHECKING:
     from lightning_rlhf.strategy import FSDPUlyssesStrategy
@@ -30,17 +43,20 @@ if TYPE_CHECKING:
 class _PackedModel(nn.Module):
     """A transformers causal LM (or its backbone) over packed, sequence-sharded streams that are on its device."""
 
-    def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, kernel: str) -> None:
+    def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, settings: ModelSettings) -> None:
         super().__init__()
+        check_execution(settings, strategy.root_device, model.config)
         self.model = model
+        self.adapter: Adapter | None = None
+        self._compiled = settings.compile
         self._group = strategy.sp_group
         self.sees = is_vision_language(model.config)
         dtype = model.dtype if model.dtype != torch.float32 else strategy.precision_plugin.compute_dtype
-        use_packed_attention(self.decoder, kernel, strategy.root_device, self._group, dtype)  # type: ignore[arg-type]
-        if self.sees:
-            if kernel.startswith("flash_attention"):
-                self.backbone.visual.set_attn_implementation(kernel)  # type: ignore[union-attr,operator]
-            shard_tower(self.backbone.visual, strategy)
+        attending = self.decoder if self.sees else model
+        self.attention = use_packed_attention(attending, settings.attention, strategy.root_device, self._group, dtype)  # type: ignore[arg-type]
+        if self.sees and settings.attention.startswith("flash_attention"):
+            self.backbone.visual.set_attn_implementation(settings.attention)  # type: ignore[union-attr,operator]
+        self._position_limit = position_limit(model.config.get_text_config())  # type: ignore[union-attr,operator]
 
     @property
     def backbone(self) -> nn.Module:
@@ -57,24 +73,42 @@ class _PackedModel(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The decoder layers: transformers names the modules that must not be split."""
+        """The decoder layers: transformers names the modules that must not be split, or they are the first list of modules."""
         names = set(getattr(self.model, "_no_split_modules", None) or ())
-        return [m for m in self.decoder.modules() if type(m).__name__ in names]
+        # by base classes too: a sharded layer is of a class that FSDP2 derives from its own
+        named = [m for m in self.decoder.modules() if names & {kind.__name__ for kind in type(m).__mro__}]
+        return named or next((list(m) for m in self.decoder.modules() if isinstance(m, nn.ModuleList)), [])
 
-    def hidden_rows(self, packed: Packed) -> Float[Tensor, "R h"]:
-        """Final hidden states at this rank's response positions."""
-        output = self.decoder(
-            **self.inputs(packed),
-            use_cache=False,
-            cu_seq_lens_q=packed.cu_seqlens,
-            cu_seq_lens_k=packed.cu_seqlens,
-            max_length_q=packed.max_length,
-            max_length_k=packed.max_length,
-        )
-        return output.last_hidden_state[0].index_select(0, packed.rows)
+    def shard(self, strategy: FSDPUlyssesStrategy, *, frozen: bool = False, on_host: bool = False) -> None:
+        """Make this an FSDP2 root, see `FSDPUlyssesStrategy.shard`."""
+        if self.sees:
+            shard_tower(self.backbone.visual, strategy, on_host)
+        strategy.shard(self, self.units, frozen=frozen, on_host=on_host)  # type: ignore[arg-type]  # of the subclasses
 
-    def inputs(self, packed: Packed) -> dict[str, Tensor]:
-        """This rank's piece of the stream, as the decoder takes it."""
+    def inputs(self, packed: Packed) -> dict[str, Any]:
+        """Arguments of the decoder, or of the whole transformers model, for this rank's piece of the stream.
+
+        Raises:
+            ValueError: a sequence is so long that the rotary embeddings of its neighbours would change, or the stream has
+                images and the model takes text only.
+        """
+        if self._position_limit is not None and packed.max_length > self._position_limit:
+            raise ValueError(
+                f"a sequence of {packed.max_length} tokens is longer than {self._position_limit}, from where the model's rotary"
+                " embeddings depend on what is packed together: lower data.max_prompt_length or"
+                " rollout.sampling.max_completion_length"
+            )
+        longest = bucketed(packed.max_length) if self._compiled else packed.max_length
+        return {
+            **self._stream(packed),
+            "use_cache": False,
+            "cu_seq_lens_q": packed.cu_seqlens,
+            "cu_seq_lens_k": packed.cu_seqlens,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+
+    def _stream(self, packed: Packed) -> dict[str, Tensor]:
         if self.sees:
             return merged_inputs(self.backbone, packed, self._group)
         if packed.images is not None:
@@ -85,6 +119,10 @@ class _PackedModel(nn.Module):
             "input_ids": shard_sequence(packed.input_ids, self._group)[None],
             "position_ids": shard_sequence(packed.position_ids, self._group)[None],
         }
+
+    def hidden_rows(self, packed: Packed) -> Float[Tensor, "R h"]:
+        """Final hidden states at this rank's response positions."""
+        return self.decoder(**self.inputs(packed)).last_hidden_state[0].index_select(0, packed.rows)
 
     def align(self, values: Float[Tensor, "R"], packed: Packed) -> Float[Tensor, "b T"]:
         """Values at this rank's response positions -> response-aligned, gathered over the sequence-parallel group."""
@@ -100,24 +138,37 @@ class Policy(_PackedModel):
     distributions (0 without ``with_entropy``), float32, (b, T).
     """
 
-    def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, kernel: str = "auto") -> None:
-        super().__init__(model, strategy, kernel)
-        self._head = [LogProbHead.replace(model)]  # in a list: it is a submodule of the model already
+    def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, settings: ModelSettings) -> None:
+        super().__init__(model, strategy, settings)
+        LogProbHead.replace(model)
+
+    @property
+    def head(self) -> nn.Module:
+        return self.model.get_output_embeddings()  # type: ignore[operator]
 
     def forward(self, packed: Packed, temperature: float, with_entropy: bool = False) -> tuple[Tensor, Tensor]:
         labels = shard_sequence(packed.labels, self._group).index_select(0, packed.rows)
-        log_probs, entropy = self._head[0](self.hidden_rows(packed), labels, temperature, with_entropy)
+        log_probs, entropy = self.head(self.hidden_rows(packed), labels, temperature, with_entropy)
         return self.align(log_probs, packed), self.align(entropy, packed)
 
-    def hf_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(transformers name, shard) pairs; a tied parameter comes under each of its names."""
-        yield from self.model.named_parameters(remove_duplicate=False)
+    def stock_log_probs(self, packed: Packed) -> Float[Tensor, "b T"]:
+        """Log-probs by the model's own ``forward`` and full logits: what `forward` must give at temperature 1."""
+        logits = self.model(**self.inputs(packed)).logits[0].index_select(0, packed.rows)
+        labels = shard_sequence(packed.labels, self._group).index_select(0, packed.rows)
+        return self.align(logits.float().log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1), packed)
+
+    def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(transformers name, shard) pairs, an adapter merged; a tied parameter comes under each of its names."""
+        if self.adapter is not None:
+            yield from self.adapter.merged()
+        else:
+            yield from self.model.named_parameters(remove_duplicate=False)
 
     @property
     def units(self) -> list[nn.Module]:
         """FSDP groups besides the root; a tied embedding stays in the root's."""
         embedding = self.model.get_input_embeddings()  # type: ignore[operator]
-        untied = [] if self._head[0].weight is embedding.weight else [self._head[0], embedding]
+        untied = [] if self.head.weight is embedding.weight else [self.head, embedding]
         return self.layers + untied
 
 
@@ -127,8 +178,8 @@ class Critic(_PackedModel):
     The head is float32 with float32 output: bfloat16 steps near 1 are 0.008, coarser than the advantages.
     """
 
-    def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, kernel: str = "auto") -> None:
-        super().__init__(model, strategy, kernel)
+    def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, settings: ModelSettings) -> None:
+        super().__init__(model, strategy, settings)
         self.value_head = nn.Linear(self.hidden_size, 1, dtype=torch.float32)
 
     @property
@@ -143,63 +194,107 @@ class Critic(_PackedModel):
         return self.layers
 
 
-def build_policy(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, frozen: bool = False) -> Policy:
-    """The actor, or with ``frozen`` a reference in bfloat16 without gradients."""
-    dtype = torch.bfloat16 if frozen else strategy.precision_plugin.param_dtype
-    with meta_parameters():
-        model = _causal_lm(settings, dtype, strategy)
-    policy = Policy(model, strategy, settings.attention)
-    if settings.gradient_checkpointing and not frozen:
-        _checkpoint_layers(model)
-    strategy.shard(policy, policy.units, frozen=frozen)
-    strategy.materialize(policy)
+def check_model(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> int:
+    """Refuse a model that cannot be trained here, before its weights are loaded; returns the longest sequence it takes.
+
+    Raises:
+        NotImplementedError: the model.
+        ValueError: the attention kernel.
+    """
+    text = _policy_on_meta(settings, strategy, frozen=False).model.config.get_text_config()  # type: ignore[union-attr,operator]
+    limits = (getattr(text, "max_position_embeddings", None), position_limit(text))
+    return min(limit or 2**31 for limit in limits)
+
+
+def build_policy(
+    settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, frozen: bool = False, seed: int = 0
+) -> Policy:
+    """The actor, or with ``frozen`` a reference in bfloat16 without gradients; ``seed`` is of new adapters."""
+    policy = _policy_on_meta(settings, strategy, frozen=frozen)
+    model = policy.model
+    apply_execution(model, policy.layers, settings, strategy.root_device, trained=not frozen)
+    on_host = frozen and settings.offload_reference
+    policy.shard(strategy, frozen=frozen, on_host=on_host)
+    strategy.materialize(policy, on_host=on_host)
     model.tie_weights()  # type: ignore[operator]  # allocating visits each name on its own
-    load_pretrained(policy, settings, strategy, lambda name: name.removeprefix("model."))
-    return policy.eval() if frozen else policy.train()
+    load_pretrained(policy, settings, strategy, lambda name: hf_name(name.removeprefix("model.")), _added(policy))
+    if policy.adapter is not None:
+        policy.adapter.start(seed)
+    policy.train(not frozen)
+    check_isolation(policy, strategy, lambda packed: policy(packed, 1.0)[0], "reference" if frozen else "actor")
+    check_head(policy, strategy)
+    return policy
 
 
-def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> Critic:
-    """A critic whose backbone starts from ``settings.path`` and whose values start at 0."""
+def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, seed: int = 0) -> Critic:
+    """A critic whose backbone starts from ``settings.path`` and whose values start at 0.
+
+    With LoRA the backbone is frozen and has an adapter of its own, which starts anew; the value head is trained as ever.
+    """
     with meta_parameters():
-        causal = _causal_lm(settings, strategy.precision_plugin.param_dtype, strategy)
-        critic = Critic(causal.base_model, strategy, settings.attention)  # type: ignore[arg-type]
+        causal = _causal_lm(settings, _stored_dtype(settings, strategy), strategy)
+        critic = Critic(causal.base_model, strategy, settings)  # type: ignore[arg-type]
+        if settings.lora is not None:
+            fresh = replace(settings.lora, adapter=None)
+            critic.adapter = Adapter(causal, fresh, strategy.precision_plugin.param_dtype, part=critic.model)
     prefix = f"{causal.base_model_prefix}."
-    if settings.gradient_checkpointing:
-        _checkpoint_layers(critic.model)
+    apply_execution(critic.model, critic.layers, settings, strategy.root_device, trained=True)
     strategy.shard_float32(critic.value_head)
-    strategy.shard(critic, critic.units)
+    critic.shard(strategy)
     strategy.materialize(critic)
-    load_pretrained(critic, settings, strategy, lambda name: prefix + name.removeprefix("model."), ("value_head.",))
+    skip = ("value_head.", *_added(critic))
+    load_pretrained(critic, settings, strategy, lambda name: prefix + hf_name(name.removeprefix("model.")), skip)
+    if critic.adapter is not None:
+        critic.adapter.start(seed)
     with torch.no_grad():
         for parameter in critic.value_head.parameters():
             parameter.zero_()
-    return critic.train()
+    critic.train()
+    check_isolation(critic, strategy, critic, "critic")
+    return critic
+
+
+def _policy_on_meta(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, frozen: bool) -> Policy:
+    with meta_parameters():
+        dtype = torch.bfloat16 if frozen else _stored_dtype(settings, strategy)
+        model = _causal_lm(settings, dtype, strategy)
+        policy = Policy(model, strategy, settings)
+        if settings.lora is not None and not frozen:
+            policy.adapter = Adapter(model, settings.lora, strategy.precision_plugin.param_dtype, settings.source)
+    return policy
+
+
+def _stored_dtype(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> torch.dtype:
+    """Of a trained model's parameters; a frozen base needs no more digits than are computed with."""
+    precision = strategy.precision_plugin
+    return precision.param_dtype if settings.lora is None else precision.compute_dtype
+
+
+def _added(root: _PackedModel) -> tuple[str, ...]:
+    """Names of the parameters that no checkpoint of the base has."""
+    return () if root.adapter is None else tuple(f"model.{name}" for name, _ in root.adapter.named_parameters())
 
 
 def _causal_lm(settings: ModelSettings, dtype: torch.dtype, strategy: FSDPUlyssesStrategy) -> nn.Module:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
-    check_packable(config, strategy.sequence_parallel_size)
-    for holder in {id(c): c for c in (config, config.get_text_config())}.values():
-        if getattr(holder, "output_router_logits", False):
-            raise NotImplementedError(
-                "output_router_logits adds an auxiliary loss that is not trained here: set it to false"
-            )
-        for name, value in holder.to_dict().items():
-            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-                setattr(holder, name, 0.0)  # log-probs of rollout and update must be of one distribution
-    sees = is_vision_language(config)
-    if not sees and not settings.freeze_vision:
-        raise ValueError(
-            f"model.freeze_vision: false needs a vision-language model, {config.model_type} takes text only"
+    """Without any randomness in training mode: log-probs of rollout, old policy and update must be of one distribution."""
+    config = deepcopy(settings.config)
+    check_class(config)
+    check_packable(config)
+    check_vision(config, settings)
+    if settings.lora is not None and getattr(config, "quantization_config", None):
+        raise NotImplementedError(
+            "model.lora: the weights of model.model are quantised, their shards cannot be trained on (QLoRA): use the same"
+            " model in bfloat16"
         )
+    for part in (config, config.get_text_config()):
+        for name, value in part.to_dict().items():
+            if isinstance(value, float) and "drop" in name:
+                setattr(part, name, 0.0)
     model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=settings.trust_remote_code)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
     model.tie_weights()
-    if sees and settings.freeze_vision:
-        freeze(model.base_model.visual, dtype if dtype != torch.float32 else strategy.precision_plugin.compute_dtype)
+    if is_vision_language(config) and settings.freeze_vision:
+        freeze(model.base_model.visual, strategy.precision_plugin.compute_dtype if dtype == torch.float32 else dtype)
     return model
-
-
-def _checkpoint_layers(model: nn.Module) -> None:
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]

@@ -19,6 +19,7 @@ from lightning_rlhf.modules.batching import MicroBatch
 from lightning_rlhf.modules.losses import value_loss
 from lightning_rlhf.modules.metrics import Metrics
 from lightning_rlhf.modules.policy import Critic, build_critic
+from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.types import Experience
 
 
@@ -67,19 +68,26 @@ class PPOLightningModule(RLHFLightningModule):
                 " nothing: use class_path: lightning_rlhf.GRPOLightningModule, or gae"
             )
 
+    @property
+    def roles(self) -> dict[str, ModelSettings]:
+        return super().roles | {"critic": replace(self.settings, model=self.critic_model)}
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        return super().learning_rates | {"critic": self.critic_lr}
+
     def configure_model(self) -> None:
         super().configure_model()
         if self.critic is None:
-            self.critic = build_critic(replace(self.settings, model=self.critic_model), self.strategy)
+            self.critic = build_critic(self.roles["critic"], self.strategy, seed=self.seed)
 
     @cached_property
     def flops(self) -> list[Passes]:
-        return self.update_passes(self.actor.model.config) + self.update_passes(self.critic.model.config, outputs=1)
+        return self.update_passes(self.actor) + self.update_passes(self.critic, outputs=1)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         trained = [p for p in self.critic.parameters() if p.requires_grad]
-        critic = {"params": trained, "lr": self.critic_lr, "role": "critic"}
-        return [*super().parameter_groups(), critic]
+        return [*super().parameter_groups(), {"params": trained, "lr": self.critic_lr, "role": "critic"}]
 
     def evaluate(self, experience: Experience) -> Experience:
         experience = super().evaluate(experience)

@@ -2,11 +2,99 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from jsonargparse.typing import PositiveInt
+
+from lightning_rlhf.hf_config import load_config
 from lightning_rlhf.kernels import check_kernel
-from lightning_rlhf.tiny import local_path
+from lightning_rlhf.paths import local_path
+from lightning_rlhf.tiny import TINY
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Train low-rank adapters (Hu et al. 2021, arXiv:2106.09685) and leave the model as it is, see `modules.lora`.
+
+    Args:
+        r: rank.
+        alpha: the product of the two matrices is multiplied with alpha / r.
+        target_modules: linear layers by the end of their names, or all of them but the language-model head.
+        modules_to_save: modules that are trained as a whole beside the adapters, e.g. [lm_head].
+        dropout: must be 0.
+        rslora: multiply with alpha / sqrt(r) instead (Kalajdzievski 2023, arXiv:2312.03732).
+        adapter: local folder of an adapter in peft's format to start from. Its settings must be the ones above.
+    """
+
+    r: PositiveInt = 16
+    alpha: PositiveInt = 32
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    modules_to_save: list[str] | None = None
+    dropout: float = 0.0
+    rslora: bool = False
+    adapter: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.dropout:
+            raise ValueError(
+                f"model.lora.dropout must be 0, got {self.dropout}: log-probs of rollout and update are of one distribution"
+            )
+        if self.target_modules == []:
+            raise ValueError("model.lora.target_modules must name linear layers, or be all-linear, got an empty list")
+        if self.adapter is not None:
+            self._check_adapter(Path(self.adapter))
+
+    def config(self, base: str | None = None) -> LoraConfig:
+        """In peft's terms; ``base`` is the folder or hub id of the causal language model that it is for."""
+        from peft import LoraConfig
+
+        return LoraConfig(
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=base,
+            r=int(self.r),  # of the command line they are of a class of their own
+            lora_alpha=int(self.alpha),
+            use_rslora=self.rslora,
+            target_modules=self.target_modules,
+            modules_to_save=self.modules_to_save,
+        )
+
+    def _check_adapter(self, folder: Path) -> None:
+        """Raise unless ``folder`` holds an adapter with these settings (its layers are compared when they are there)."""
+        for file in ("adapter_config.json", "adapter_model.safetensors"):
+            if not (folder / file).is_file():
+                raise FileNotFoundError(f"model.lora.adapter: {folder} must be a local folder with an {file}")
+        from peft import PeftConfig
+
+        own, theirs = self.config().to_dict(), PeftConfig.from_pretrained(str(folder)).to_dict()
+        if theirs.get("init_lora_weights") in (True, False, "gaussian"):  # others have changed the base
+            theirs["init_lora_weights"] = own["init_lora_weights"]
+        for settings in (own, theirs):
+            settings["modules_to_save"] = sorted(settings.get("modules_to_save") or ())
+        other = [
+            name for name in own.keys() - _FREE if own[name] != theirs.get(name) and (own[name] or theirs.get(name))
+        ]
+        if other:
+            differences = ", ".join(f"{name} {theirs.get(name)} (here {own[name]})" for name in sorted(other))
+            raise ValueError(
+                f"model.lora.adapter: {folder} was trained with {differences}: set model.lora alike, or start anew"
+            )
+
+
+_FREE = frozenset(
+    {"auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "lora_dropout", "peft_version"}
+    | {"revision", "runtime_config", "target_modules", "task_type"}
+)
+"""Entries of an adapter's config that may differ from this run's."""
+
+Recomputed = Literal["off", "full", "selective", "every_second"]
+"""Which of a layer's activations are computed again in backward."""
 
 
 @dataclass(frozen=True)
@@ -14,23 +102,71 @@ class ModelSettings:
     """A transformers model and how its forward and backward passes are run.
 
     Args:
-        model: local folder or hub id, or ``random:tiny``.
-        attention: kernel: auto, torch, padded, reference, or a transformers name such as flash_attention_3.
-        gradient_checkpointing: recompute layers in backward: a third more time, far less memory.
+        model: local folder, hub id, URL of a folder (``s3://…``, any file system of fsspec), or ``random:tiny``.
+        attention: kernel: auto, torch, padded, reference, or flash_attention_2, 3 or 4 (docs/models.md).
+        gradient_checkpointing: recompute layers in backward. full (or true): every layer, a third more time, far less memory;
+            selective: what attention returned is kept; every_second: every other layer; off (or false).
         trust_remote_code: run model code that comes with the weights.
+        tiled_mlp: tokens of a tile: MLPs run over tiles of the stream and are recomputed in backward; for very long sequences.
+        offload_activations: what layers save for backward waits in pinned host memory.
+        offload_reference: the reference's shards live in host memory and are copied layer by layer when it runs.
+        compile: `torch.compile` each decoder layer.
+        liger: Liger's fused RMSNorm, gated MLP and rotary embedding (CUDA; the extra ``liger``).
+        lora: train adapters only; null trains all parameters.
+        config_overrides: changes of the transformers config, such as {rope_parameters: {rope_type: yarn, factor: 4.0}}; a
+            nested config takes its own; the engine gets them too.
         freeze_vision: leave a vision-language model's vision tower as it is; it is then held in the compute dtype.
     """
 
     model: str
     attention: str = "auto"
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Recomputed | bool = "off"
     trust_remote_code: bool = False
+    tiled_mlp: PositiveInt | None = None
+    offload_activations: bool = False
+    offload_reference: bool = False
+    compile: bool = False
+    liger: bool = False
+    lora: LoRA | None = field(default=None, hash=False)
+    config_overrides: dict[str, Any] | None = field(default=None, hash=False)
     freeze_vision: bool = True
 
     def __post_init__(self) -> None:
         check_kernel(self.attention)
+        if self.recomputed not in get_args(Recomputed):
+            raise ValueError(
+                f"model.gradient_checkpointing must be one of {', '.join(get_args(Recomputed))}, true or false,"
+                f" got {self.gradient_checkpointing!r}"
+            )
+        if self.tiled_mlp is not None and self.tiled_mlp < 1:
+            raise ValueError(
+                f"model.tiled_mlp must be at least 1 token, or null to switch it off, got {self.tiled_mlp}"
+            )
+        if self.tiled_mlp is not None and self.compile:
+            raise ValueError(
+                "model.tiled_mlp and model.compile exclude each other (a compiled layer would be specialised on each number"
+                " of tiles): set one of them to null or false"
+            )
+        if self.liger and find_spec("liger_kernel") is None:
+            raise ValueError("model.liger needs the package: pip install 'lightning-rlhf[liger]', or set it to false")
+
+    @property
+    def recomputed(self) -> str:
+        """`gradient_checkpointing` with true and false by their names."""
+        named = {True: "full", False: "off"}
+        return named.get(self.gradient_checkpointing, self.gradient_checkpointing)  # type: ignore[arg-type]
 
     @cached_property
     def path(self) -> str:
-        """Local folder of `model`; downloads it if it is a hub id."""
+        """Local folder of `model`; downloads it if it is elsewhere."""
         return local_path(self.model, self.trust_remote_code)
+
+    @property
+    def source(self) -> str:
+        """What others find the model by: a hub id stays one."""
+        return self.path if self.model == TINY else self.model
+
+    @cached_property
+    def config(self) -> Any:
+        """Of transformers, overrides applied."""
+        return load_config(self.path, self.config_overrides, self.trust_remote_code)

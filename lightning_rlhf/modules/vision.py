@@ -16,12 +16,33 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_rlhf.images import PackedImages
+from lightning_rlhf.images import PackedImages, is_vision_language
+from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.packing import Packed
 from lightning_rlhf.ulysses import shard_sequence
 
 if TYPE_CHECKING:
     from lightning_rlhf.strategy import FSDPUlyssesStrategy
+
+
+def check_vision(config: Any, settings: ModelSettings) -> None:
+    """Refuse settings that do not go with the kind of model that ``config`` is of.
+
+    Raises:
+        ValueError: there is no vision tower to train.
+        NotImplementedError: the setting is for text models only.
+    """
+    if not is_vision_language(config):
+        if not settings.freeze_vision:
+            raise ValueError(
+                f"model.freeze_vision: false needs a vision-language model, {config.model_type} takes text only"
+            )
+        return
+    for name, remedy in (("lora", "leave it out"), ("liger", "set it to false")):
+        if getattr(settings, name):
+            raise NotImplementedError(
+                f"model.{name} is for text models, {config.model_type} is a vision-language model: {remedy}"
+            )
 
 
 def freeze(visual: nn.Module, dtype: torch.dtype) -> None:
@@ -31,10 +52,10 @@ def freeze(visual: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def shard_tower(visual: Any, strategy: FSDPUlyssesStrategy) -> None:
-    """Every block an FSDP unit, the rest of the tower another."""
+def shard_tower(visual: Any, strategy: FSDPUlyssesStrategy, on_host: bool = False) -> None:
+    """Every block an FSDP unit, the rest of the tower another; ``on_host`` as in `FSDPUlyssesStrategy.shard`."""
     for unit in (*visual.blocks, visual):
-        strategy.shard_uncast(unit)
+        strategy.shard_uncast(unit, on_host)
 
 
 def merged_inputs(backbone: Any, packed: Packed, group: dist.ProcessGroup | None) -> dict[str, Tensor]:

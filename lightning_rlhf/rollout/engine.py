@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class EngineSetup:
         max_num_seqs: responses of one generation phase on this rank: the most that are ever in flight.
         seed: of the run.
         trust_remote_code: as the user asked.
+        config_overrides: changes of the model's transformers config.
     """
 
     model: str
@@ -48,6 +50,19 @@ class EngineSetup:
     max_num_seqs: int
     seed: int = 0
     trust_remote_code: bool = False
+    config_overrides: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes on one GPU while the engine is awake."""
+
+    weights: int
+    kv_cache: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache
 
 
 class RolloutEngine(ABC):
@@ -100,6 +115,23 @@ class RolloutEngine(ABC):
 
         After level 2 `generate` raises until `load_weights` ran. An engine that cannot sleep still stops accepting work.
         """
+
+    @property
+    def context_limit(self) -> int | None:
+        """Longest sequence it was configured for; None adapts to the run."""
+        return None
+
+    def plan_memory(self, weights: int, kv_token: int, context: int, sequences: int, device: int) -> EngineMemory:
+        """What it will hold, before it is set up.
+
+        Args:
+            weights: bytes of the model in the compute dtype.
+            kv_token: bytes of the cache per token.
+            context: longest sequence, in tokens.
+            sequences: most that are in flight on this rank.
+            device: bytes of the GPU's memory.
+        """
+        return EngineMemory(weights, sequences * context * kv_token)
 
     def checksum(self) -> int | None:
         """`weights.checksum` over the weights held, or None if they cannot be read (packed by the kernel library)."""

@@ -24,11 +24,12 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from lightning_rlhf.hf_config import load_config
 from lightning_rlhf.images import auto_class, prefill_inputs
-from lightning_rlhf.rollout.engine import EngineSetup, NamedTensors, RolloutEngine
+from lightning_rlhf.rollout.engine import EngineMemory, EngineSetup, NamedTensors, RolloutEngine
 from lightning_rlhf.rollout.weights import checksum
 from lightning_rlhf.types import Completion, PromptImages, Sampling
 
@@ -54,9 +55,9 @@ class TransformersEngine(RolloutEngine):
             return
         self.context = context
         dtype = context.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
-        config = AutoConfig.from_pretrained(context.model, trust_remote_code=context.trust_remote_code)
+        config = load_config(context.model, context.config_overrides, context.trust_remote_code)
         model: Any = auto_class(config).from_pretrained(
-            context.model, dtype=dtype, trust_remote_code=context.trust_remote_code
+            context.model, config=config, dtype=dtype, trust_remote_code=context.trust_remote_code
         )
         model.to(device=context.device)
         self.model = model.eval().requires_grad_(False)
@@ -64,6 +65,9 @@ class TransformersEngine(RolloutEngine):
         self._forward_arguments = set(inspect.signature(self.model.forward).parameters)
         layers = DynamicCache(config=self.model.config).layers
         self._full_attention = all(type(layer) is DynamicLayer for layer in layers)
+
+    def plan_memory(self, weights: int, kv_token: int, context: int, sequences: int, device: int) -> EngineMemory:
+        return super().plan_memory(weights, kv_token, context, min(sequences, self.batch_size), device)
 
     # ── memory and weights ───────────────────────────────────────────────────────────────────────────────────────────
 

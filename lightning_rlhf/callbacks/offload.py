@@ -1,0 +1,119 @@
+"""The trainer's memory while the engine has the device: optimizer state and parameters wait in host memory.
+
+    state, shards ── copy ──▶ host buffers (pinned on CUDA, allocated once, reused) ── copy ──▶ new device memory
+
+Parameters keep their identity, so optimizers, ties and FSDP2's groups stay as they are: FSDP2's own ``_apply`` swaps the
+contents of each `nn.Parameter`. That needs parameters without live weak references. Everything that is offloaded is readable
+where it is: a checkpoint written meanwhile is complete. On the CPU the same path runs from host memory to host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+_Key = tuple[int, str]
+"""id of a parameter, and which of its tensors: itself or a name in the optimizer's state."""
+
+
+class HostMemory:
+    """Host buffers of the tensors of one module and its optimizers, and which of them are in use."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[_Key, Tensor] = {}
+        self._away: set[_Key] = set()
+
+    def offload_states(self, optimizers: Iterable[torch.optim.Optimizer]) -> int:
+        """Moments of the optimizers to the host; step counters stay. Returns the bytes of this rank that moved.
+
+        Raises:
+            NotImplementedError: a state is a tensor of another package's class.
+        """
+        moved = 0
+        for state, name, key in _states(optimizers):
+            if key not in self._away:
+                state[name] = self._to_host(key, state[name])
+                moved += _local(state[name]).nbytes
+        _free_device_memory()
+        return moved
+
+    def offload_parameters(self, root: nn.Module) -> int:
+        """Parameters of an FSDP2 root to the host, gradients dropped. Returns the bytes of this rank that moved."""
+        moved = 0
+
+        def to_host(tensor: Tensor) -> Tensor:
+            nonlocal moved
+            key = (id(tensor), "parameter")
+            if not isinstance(tensor, nn.Parameter) or key in self._away:  # a buffer; a tied one's second name
+                return tensor
+            host = self._to_host(key, tensor.detach())
+            moved += _local(host).nbytes
+            return host
+
+        for parameter in root.parameters():
+            parameter.grad = None
+        root._apply(to_host)
+        _free_device_memory()
+        return moved
+
+    def reload(
+        self, roots: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], device: torch.device
+    ) -> None:
+        """Everything that is away comes back to ``device``."""
+
+        def to_device(tensor: Tensor) -> Tensor:
+            key = (id(tensor), "parameter")
+            return self._to_device(key, tensor.detach(), device) if key in self._away else tensor
+
+        for root in roots:
+            root._apply(to_device)
+        for state, name, key in _states(optimizers):
+            if key in self._away:
+                state[name] = self._to_device(key, state[name], device)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether anything is away."""
+        return bool(self._away)
+
+    def _to_host(self, key: _Key, tensor: Tensor) -> Tensor:
+        if type(_local(tensor)) is not Tensor:
+            raise NotImplementedError(
+                f"the optimizer keeps {type(_local(tensor)).__name__} tensors, whose parts cannot be moved one by one: set"
+                " rollout.offload_optimizer to false"
+            )
+        host = self._buffers.get(key)
+        if host is None:
+            host = self._buffers[key] = torch.empty_like(tensor, device="cpu", pin_memory=_local(tensor).is_cuda)
+        _local(host).copy_(_local(tensor), non_blocking=True)
+        self._away.add(key)
+        return host
+
+    def _to_device(self, key: _Key, host: Tensor, device: torch.device) -> Tensor:
+        tensor = torch.empty_like(host, device=device)
+        _local(tensor).copy_(_local(host), non_blocking=True)
+        self._away.discard(key)
+        return tensor
+
+
+def _states(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[dict[str, Tensor], str, _Key]]:
+    """(state of a parameter, name in it, key) of every moment; the state may be written to meanwhile."""
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for name, value in list(state.items()):
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    yield state, name, (id(parameter), name)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _free_device_memory() -> None:
+    """Wait for the copies, then give torch's cache back to the device: the engine allocates on its own."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()

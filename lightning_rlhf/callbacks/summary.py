@@ -1,0 +1,35 @@
+"""`PlanSummary`: the resolved set-up in a dozen lines, on the first process, before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+
+from lightning_rlhf.callbacks.rollout import RolloutCallback, run_of
+from lightning_rlhf.plan import make_plan
+from lightning_rlhf.plan.table import show, summary
+
+
+class PlanSummary(pl.Callback):
+    """Prints meshes, batch arithmetic, estimated memory and warnings when a fit begins.
+
+    The command line adds it beside Lightning's model summary: ``trainer.enable_model_summary: false`` removes both.
+    """
+
+    @rank_zero_only
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        rollout = next((c for c in trainer.callbacks if isinstance(c, RolloutCallback)), None)  # type: ignore[attr-defined]
+        if stage != "fit" or rollout is None:
+            return
+        device = pl_module.strategy.root_device
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+        configs = {name: settings.config for name, settings in pl_module.roles.items()}
+        try:
+            plan = make_plan(pl_module, rollout, run_of(trainer, pl_module, rollout), configs, memory)
+        except Exception as error:  # an observer ends no run; what cannot work is the `RolloutCallback`'s to say
+            rank_zero_warn(f"there is no summary of this run: {error}")
+            return
+        show(summary(plan))

@@ -1,0 +1,96 @@
+"""Two checks of a built model with its real weights, once, on short streams: what no list of architectures can know.
+
+* `check_isolation`: a sequence's hidden states depend neither on its packed neighbours, nor on where ranks cut the stream, nor
+  on later tokens
+* `check_head`: log-probs from hidden states are those of the model's own forward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+from lightning_rlhf.packing import Packed, pack
+from lightning_rlhf.ulysses import gather_sequence
+
+if TYPE_CHECKING:
+    from lightning_rlhf.modules.policy import Policy, _PackedModel
+    from lightning_rlhf.strategy import FSDPUlyssesStrategy
+
+
+@torch.no_grad()
+def check_isolation(
+    root: _PackedModel, strategy: FSDPUlyssesStrategy, forward: Callable[[Packed], Any], role: str
+) -> float:
+    """Log how ``root`` attends, and raise if packed sequences influence each other.
+
+    Collective: every rank calls it, and all of them raise. No random state is touched, and parameters are left sharded.
+
+    Args:
+        forward: runs ``root`` on a stream.
+        role: of the model, for the log.
+
+    Returns:
+        relative change of a sequence's hidden states between two streams: rounding errors.
+
+    Raises:
+        NotImplementedError: it is more than that.
+    """
+    a, b, tail, c = (_tokens(root, n, seed) for seed, n in enumerate((11, 9, 3, 14)))
+    states: list[Tensor] = []
+    hook = root.decoder.register_forward_hook(lambda _, args, output: states.append(output.last_hidden_state[0]))
+    devices = [strategy.root_device] if strategy.root_device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices):
+            for sequences in ([a, b], [c, torch.cat([b, tail]), a]):
+                forward(_packed(sequences, strategy))
+    finally:
+        hook.remove()
+        strategy.reshard(root)
+    one, other = (gather_sequence(piece, strategy.sp_group).float() for piece in states)
+    one, other = one[len(a) :][: len(b)], other[len(c) :][: len(b)]
+    change = (one - other).norm() / one.norm().clamp_min(1e-12)
+    largest = strategy.all_reduce_dp(change, "max").item()
+    kind = type(root.model).__name__
+    if not largest <= (1e-3 if states[0].dtype == torch.float32 else 0.1):
+        raise NotImplementedError(
+            f"{kind} cannot be packed: the hidden states of a sequence change by {largest:.1e} with its neighbours and with later"
+            " tokens. Some layer mixes tokens outside attention (or is random in training): train another model"
+        )
+    rank_zero_info(f"{role} {kind}: {root.attention}; packed neighbours change it by {largest:.0e}")
+    return largest
+
+
+@torch.no_grad()
+def check_head(policy: Policy, strategy: FSDPUlyssesStrategy) -> None:
+    """Raise if the model does something to its logits that `LogProbHead` does not know. Collective.
+
+    Raises:
+        NotImplementedError: log-probs differ from those of the model's own forward.
+    """
+    register_fsdp_forward_method(policy, "stock_log_probs")
+    packed = _packed([_tokens(policy, n, n) for n in (9, 12)], strategy)
+    own, stock = policy(packed, 1.0)[0], policy.stock_log_probs(packed)
+    difference = ((own - stock).abs() / (1.0 + stock.abs())).max()
+    strategy.reshard(policy)
+    largest = strategy.all_reduce_dp(difference, "max").item()
+    if not largest <= 1e-2:
+        raise NotImplementedError(
+            f"{type(policy.model).__name__} cannot be trained: log-probs of its own forward differ by {largest:.1e} from"
+            " what its hidden states and head give. It scales or changes its logits in a way that is not known here"
+        )
+
+
+def _tokens(root: _PackedModel, n: int, seed: int) -> Tensor:
+    size: int = root.model.config.get_text_config().vocab_size  # type: ignore[union-attr,operator]
+    return torch.randint(size, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def _packed(sequences: list[Tensor], strategy: FSDPUlyssesStrategy) -> Packed:
+    packed = pack(sequences, [1] * len(sequences), strategy.sequence_parallel_size, strategy.sp_rank)
+    return packed.to(strategy.root_device)

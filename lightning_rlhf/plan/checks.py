@@ -1,0 +1,146 @@
+"""What cannot work, found before anything is loaded, each with what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from lightning_rlhf.hf_config import check_class
+from lightning_rlhf.kernels import Features, MissingKernel, choose_kernel
+from lightning_rlhf.plan.run import Run
+from lightning_rlhf.sampler import check_batch_size
+from lightning_rlhf.ulysses import check_packable, head_plan
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An error ends the run, a warning says what it will cost; ``message`` is one line."""
+
+    kind: Literal["error", "warning"]
+    message: str
+
+
+def problems(run: Run) -> list[Problem]:
+    """All that is wrong with a run, errors first."""
+    checks = (meshes, attention, heads, lengths, batches, engine, rounding)
+    found = [problem for check in checks for problem in check(run)]
+    return sorted(found, key=lambda problem: problem.kind)  # stable
+
+
+def meshes(run: Run) -> Iterator[Problem]:
+    """The meshes tile the processes."""
+    yield from _raised(lambda: run.strategy.check_world_size(run.world_size, run.num_nodes))
+
+
+def attention(run: Run) -> Iterator[Problem]:
+    """It is a text model, its layers keep packed neighbours apart, and the kernel has what they ask for."""
+    yield from _raised(lambda: check_class(run.config))
+    yield from _raised(lambda: check_packable(run.config))
+    text, device = run.config.get_text_config(), torch.device(run.device_type)
+    sinks = torch.empty(0) if text.model_type == "gpt_oss" else None
+    needs = Features(softcap=getattr(text, "attn_logit_softcapping", None), sinks=sinks)
+    try:
+        choose_kernel(run.attention, device, run.compute_dtype, needs)
+    except MissingKernel as error:  # here; a run says so when it builds its models
+        yield Problem("warning", str(error))
+    except ValueError as error:
+        yield Problem("error", str(error))
+
+
+def heads(run: Run) -> Iterator[Problem]:
+    """Sequence parallelism splits the heads of attention."""
+    text, ranks = run.config.get_text_config(), run.sequence_ranks
+    count = getattr(text, "num_attention_heads", None)
+    if ranks == 1 or not count:
+        return
+    kv = getattr(text, "num_key_value_heads", None) or count
+    try:
+        repeat, appended = head_plan(count, kv, ranks)
+    except ValueError as error:
+        yield Problem("error", str(error))
+        return
+    if appended:
+        fitting = [n for n in range(ranks, 0, -1) if count % n == 0 and run.world_size % n == 0]
+        yield Problem(
+            "warning",
+            f"sequence_parallel_size={ranks} does not divide the {count} attention heads: {appended} zero heads are appended"
+            f" and key/value heads repeated {repeat} times, attention does {appended / count:.0%} more work; {fitting[0]}"
+            " divides them",
+        )
+
+
+def lengths(run: Run) -> Iterator[Problem]:
+    """The longest sequence fits the model's positions and one micro-batch."""
+    response = max(run.response_length, run.val_response_length)
+    if response >= run.positions or run.context > run.positions:
+        yield Problem("error", too_long(run, run.positions))
+    if run.longest > run.budget:
+        yield Problem(
+            "error",
+            f"the longest sequence has {run.longest} tokens (prompt + response), a micro-batch holds {run.budget}: raise"
+            " model.micro_batch_tokens, or lower data.max_prompt_length or rollout.sampling.max_completion_length",
+        )
+
+
+def batches(run: Run) -> Iterator[Problem]:
+    """Prompts split over data ranks, responses over optimizer steps."""
+    prompts, responses = run.prompts, run.responses
+    if prompts is None or responses is None:
+        return
+    yield from _raised(lambda: check_batch_size(prompts, run.data_ranks))
+    if run.mini_batches > responses:
+        yield Problem(
+            "error",
+            f"model.mini_batches is {run.mini_batches}, a rollout has only {responses} responses"
+            " (data.batch_size x num_generations): lower it",
+        )
+    elif responses // run.mini_batches < run.data_ranks:
+        yield Problem(
+            "warning",
+            f"an optimizer step has {responses // run.mini_batches} responses for {run.data_ranks} data ranks, some"
+            " compute nothing in it: lower model.mini_batches or raise data.batch_size",
+        )
+
+
+def engine(run: Run) -> Iterator[Problem]:
+    """The engine's context holds the longest sequence."""
+    limit = run.engine.context_limit
+    if limit is not None and limit < run.longest:
+        yield Problem(
+            "error",
+            f"the engine's context of {limit} tokens must hold the longest sequence of {run.longest} (prompt + response):"
+            " raise or leave out max_model_len in rollout.engine.engine_args",
+        )
+
+
+def rounding(run: Run) -> Iterator[Problem]:
+    """Adam moves a weight by about the learning rate; bfloat16 has 8 significant bits.
+
+    A weight of 0.02, as they are typically, has neighbours 2^-13 away, and moves only by more than half of that.
+    """
+    smallest = min(run.learning_rates.values(), default=1.0)
+    if run.param_dtype == torch.bfloat16 and smallest < 2**-14:
+        yield Problem(
+            "warning",
+            f"trainer.precision {run.precision} keeps no float32 master weights: most updates at learning rate {smallest:g}"
+            f" vanish in rounding, use bf16-mixed or a rate above {2**-14:.0e}",
+        )
+
+
+def too_long(run: Run, positions: int) -> str:
+    """What to say of sequences that are longer than a model's positions."""
+    longest = (run.prompt_length or 1) + max(run.response_length, run.val_response_length)
+    return (
+        f"data.max_prompt_length + rollout.sampling.max_completion_length = {longest} exceed the model's {positions}"
+        " positions: lower one of them"
+    )
+
+
+def _raised(check: Callable[[], object]) -> Iterator[Problem]:
+    try:
+        check()
+    except (ValueError, NotImplementedError) as error:
+        yield Problem("error", str(error))

@@ -1,0 +1,163 @@
+"""Bytes on one GPU in each phase of an iteration, and on the hosts.
+
+    rollout     parameters  reference  optimizer  engine, awake      gather buffer
+    log_prob    parameters  reference  optimizer  engine, asleep     working  gathered
+    update      parameters  reference  optimizer  engine, asleep     working  gathered  gradients  activations
+
+Sharded state is exact. Activations are what autograd keeps (`plan.shape`) for a full micro-batch; the other transients are upper
+bounds of what is alive at once:
+
+    working     the larger of two that are never alive together: the head (a tile of logits in float32, and in bfloat16 for
+                the products; the gradients of its inputs and weight), and the layer at work (as large as what it keeps for
+                backward, twice that when it is recomputed)
+    gathered    the root's parameters, two layers' parameters; in backward the root's and a unit's gradients, and the float32
+                copy that is reduced
+
+Fragmentation is not modelled; what the CUDA context, NCCL and the libraries hold besides is `CONTEXT`, an assumption.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_rlhf.modules.head import LogProbHead
+from lightning_rlhf.plan.run import Run
+from lightning_rlhf.plan.shape import Shape
+from lightning_rlhf.rollout.engine import EngineMemory
+
+GIB = 2**30
+CONTEXT = 3 * GIB // 2
+"""Of a CUDA process outside torch's allocator: context, NCCL, cuBLAS workspaces."""
+BUCKET = 1 << 29
+"""Of the weight sync, see `rollout.weights.gather`."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """A model of the run: actor, reference or critic."""
+
+    name: str
+    shape: Shape
+    trained: bool
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Peak bytes on one GPU, by what holds them."""
+
+    name: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Options:
+    """What trades memory for time.
+
+    Args:
+        optimizer_bytes: state per element of a trained parameter.
+        offload_optimizer: it waits on the host during rollouts.
+        offload_parameters: so do the parameters.
+        offload_reference: it lives on the host.
+        offload_activations: what layers keep for backward waits on the host, but for two of them.
+        recomputed: which layers are run again in backward, see `ModelSettings`.
+        sleep_level: of the engine between rollouts.
+        evaluates: there is a pass without gradients before the update.
+    """
+
+    optimizer_bytes: float
+    offload_optimizer: bool
+    offload_parameters: bool
+    offload_reference: bool
+    offload_activations: bool
+    recomputed: str
+    sleep_level: int
+    evaluates: bool
+
+
+def phases(run: Run, roles: list[Role], options: Options, engine: EngineMemory) -> list[Phase]:
+    """The phases of an iteration in their order."""
+    held = resident(run, roles, options)
+    asleep = {"engine": engine.total if options.sleep_level == 0 else 0}
+    trained = [role for role in roles if role.trained]
+    rollout = held | {"engine": engine.total, "gather buffer": min(BUCKET, engine.weights)}
+    if options.offload_optimizer:
+        rollout["optimizer"] = 0
+    if options.offload_parameters:
+        rollout["parameters"] = rollout["reference"] = 0
+    found = [Phase("rollout", rollout)]
+    if options.evaluates:
+        passes = [_transients(run, role, options, backward=False) for role in roles]
+        found.append(Phase("log_prob", held | asleep | _worst(passes)))
+    passes = [_transients(run, role, options, backward=True) for role in trained]
+    gradients = sum(role.shape.trained_shard(run.shards) for role in trained) * run.param_dtype.itemsize
+    update = held | asleep | {"gradients": gradients} | _worst(passes)
+    update.pop("moved")
+    found.append(Phase("update", update))
+    return found
+
+
+def resident(run: Run, roles: list[Role], options: Options) -> dict[str, int]:
+    """What stays on the GPU through the iteration."""
+    trained = [role for role in roles if role.trained]
+    elements = sum(role.shape.trained_shard(run.shards) for role in trained)
+    base = sum(role.shape.shard(run.shards) for role in trained) - elements  # of LoRA, in the compute dtype
+    frozen = [] if options.offload_reference else [role for role in roles if not role.trained]
+    return {
+        "context": CONTEXT if run.device_type == "cuda" else 0,
+        "parameters": elements * run.param_dtype.itemsize + base * run.compute_dtype.itemsize,
+        "reference": 2 * sum(role.shape.shard(run.shards) for role in frozen),
+        "optimizer": int(elements * options.optimizer_bytes),
+    }
+
+
+def host(run: Run, roles: list[Role], options: Options, engine: EngineMemory) -> dict[str, int]:
+    """Bytes that the GPUs of one node park in its host memory during an iteration."""
+    processes = run.world_size // run.num_nodes
+    held = resident(run, roles, options)
+    reference = 2 * sum(role.shape.shard(run.shards) for role in roles if not role.trained)
+    passes = [_transients(run, role, options, backward=True) for role in roles if role.trained]
+    return {
+        "optimizer": processes * held["optimizer"] * options.offload_optimizer,
+        "parameters": processes * (held["parameters"] + held["reference"]) * options.offload_parameters,
+        "reference": processes * reference * options.offload_reference,
+        "activations": processes * max((parts["moved"] for parts in passes), default=0),
+        "engine weights": processes * engine.weights if options.sleep_level == 1 else 0,
+    }
+
+
+def _transients(run: Run, role: Role, options: Options, *, backward: bool) -> dict[str, int]:
+    shape, size = role.shape, run.compute_dtype.itemsize
+    tokens = run.stream_tokens(run.mini_batches if backward else 1)
+    layer = int(tokens * shape.layer_bytes)
+    rows = -(-tokens * run.response_length // run.longest)
+    tile = min(4 * rows * shape.vocabulary, LogProbHead.tile_bytes)
+    unit = max(shape.units, default=0)
+    if not backward:
+        size = size if role.trained else 2
+        return {"working": max(tile, layer), "gathered": size * (shape.root + 2 * unit)}
+    input_bytes = shape.hidden * size
+    plain, again = float(shape.layers), 0.0  # layers that keep everything, and those that are run again
+    if options.recomputed != "off":
+        again = shape.layers // 2 if options.recomputed == "every_second" else shape.layers
+        plain -= again
+    kept_by_one = input_bytes + (shape.attention_bytes if options.recomputed == "selective" else 0)
+    layers = plain * shape.layer_bytes + again * kept_by_one
+    held = 2 * layers / max(1, shape.layers) if options.offload_activations else layers
+    kept = shape.saved_bytes - shape.layers * shape.layer_bytes + held
+    kept_rows = rows * (input_bytes + 20)  # what the head saves: inputs, labels, three floats
+    # a tile of logits and, for the products, again in the compute dtype; the gradients of inputs (float32) and weight
+    head = tile + tile * size // 4 + rows * shape.hidden * 4 + size * shape.vocabulary * shape.hidden
+    return {
+        "activations": int(tokens * kept) + kept_rows,
+        "working": max(head, layer * (2 if again else 1)),
+        "gathered": size * 2 * shape.root + (3 * size + 4) * unit,
+        "moved": int(tokens * (layers - held)),
+    }
+
+
+def _worst(passes: list[dict[str, int]]) -> dict[str, int]:
+    return max(passes, key=lambda parts: sum(parts.values()) - parts.get("moved", 0))

