@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from test_policy import strategy_of
 from test_runs import assert_equal_runs
+from torch.distributed.fsdp import FSDPModule
 from toy_vlm import answered, inputs_of, write_vlm
 from toys import even_tokens, spawn
 from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
@@ -25,11 +27,14 @@ from lightning_rlhf import (
     RolloutCallback,
     Sampling,
 )
+from lightning_rlhf.cli import main
 from lightning_rlhf.images import ImageEncoder
 from lightning_rlhf.modules.base import KL
-from lightning_rlhf.modules.policy import build_critic, build_policy
-from lightning_rlhf.modules.settings import ModelSettings
+from lightning_rlhf.modules.policy import build_critic, build_policy, check_model
+from lightning_rlhf.modules.settings import LoRA, ModelSettings
+from lightning_rlhf.modules.startup import check_isolation
 from lightning_rlhf.packing import pack
+from lightning_rlhf.plan import shape_of
 from lightning_rlhf.rollout import RolloutEngine
 
 TWO = {"dp2": {}, "sp2": {"sequence_parallel_size": 2}}
@@ -178,7 +183,8 @@ def test_sharded_models_equal_the_stock_model_in_value_and_gradient(name, folder
     assert_equal_to_stock([own[name][0] for own in two_ranks], folder, False)
 
 
-def test_results_do_not_depend_on_how_the_work_is_split(folder, two_ranks):
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at its inputs
+def test_results_depend_neither_on_the_split_nor_on_switches(folder, two_ranks, monkeypatch):
     one = train(folder, freeze_vision=False)
     assert len(one) == 2
     assert all(row["rollout/logprob_diff_mean"] < 1e-5 and row["rollout/logprob_diff_max"] < 1e-4 for row in one)
@@ -186,7 +192,11 @@ def test_results_do_not_depend_on_how_the_work_is_split(folder, two_ranks):
     for name in TWO:
         for own in two_ranks:
             assert_equal_runs(one, own[name][1])
-    assert_equal_runs(one, train(folder, freeze_vision=False, micro_batch_tokens=5000, gradient_checkpointing=True))
+    switches = {"gradient_checkpointing": "selective", "tiled_mlp": 40, "offload_activations": True}
+    switches |= {"offload_reference": True, "micro_batch_tokens": 5000}
+    assert_equal_runs(one, train(folder, freeze_vision=False, **switches))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    assert_equal_runs(one, train(folder, freeze_vision=False, compile=True))
 
 
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
@@ -220,6 +230,60 @@ def test_a_text_critic_beside_a_vision_language_policy_is_refused(folder, tmp_pa
 def test_a_text_model_has_no_tower_to_train():
     with pytest.raises(ValueError, match=r"freeze_vision: false needs a vision-language model, qwen2 takes text only"):
         build_policy(ModelSettings("random:tiny", freeze_vision=False), strategy_of(1))
+
+
+REFUSED = {
+    "lora": ({"lora": LoRA()}, r"model\.lora is for text models, qwen2_5_vl is a vision-language model: leave it out"),
+    "liger": ({"liger": True}, r"model\.liger is for text models, qwen2_5_vl is a vision-language model"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_for_text_models_is_refused_before_weights_are_loaded(name, folder):
+    options, message = REFUSED[name]
+    settings = ModelSettings(folder, **options)
+    with pytest.raises(NotImplementedError, match=message):
+        check_model(settings, strategy_of(1))
+    with pytest.raises(NotImplementedError, match=message):
+        train(folder, **options)
+
+
+def test_a_decoder_that_mixes_packed_neighbours_is_found_at_the_start(folder):
+    strategy = strategy_of(1)
+    actor = build_policy(ModelSettings(folder), strategy)
+    assert check_isolation(actor, strategy, lambda packed: actor(packed, 1.0), "actor") < 1e-5
+    actor.layers[0].register_forward_hook(lambda _, args, output: output + 0.5 * output.roll(1, dims=1))
+    with pytest.raises(NotImplementedError, match="Qwen2_5_VLForConditionalGeneration cannot be packed"):
+        check_isolation(actor, strategy, lambda packed: actor(packed, 1.0), "actor")
+
+
+# -- the plan ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", [True, False], ids=["policy", "critic"])
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+def test_the_plan_counts_what_is_built(head, frozen, folder):
+    settings, strategy = ModelSettings(folder, freeze_vision=frozen), strategy_of(1)
+    root: Any = build_policy(settings, strategy) if head else build_critic(settings, strategy)
+    shape = shape_of(settings.config, torch.float32, head=head, freeze_vision=frozen)
+    assert shape.parameters == sum(p.numel() for p in root.parameters())
+    assert shape.trained_shard(1) == sum(p.numel() for p in root.parameters() if p.requires_grad)
+    assert shape.layers == len(root.layers)
+    groups = [own for m in root.modules() if isinstance(m, FSDPModule) and (own := _own_elements(m))]
+    assert sorted(groups) == sorted([*shape.units, shape.root])
+
+
+def _own_elements(unit: FSDPModule) -> int:
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return sum(p.sharded_param.numel() for p in group.fsdp_params) if group else 0
+
+
+def test_a_run_with_pictures_is_planned(folder, capsys):
+    config = str(Path(__file__).parent.parent / "configs" / "ppo.yaml")
+    main(["plan", "--config", config, f"--model.model={folder}", "--devices=2", "--data.max_prompt_length=512"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "0.1 M parameters; trains actor + critic" in out
+    assert "error" not in out
 
 
 @pytest.mark.gpu

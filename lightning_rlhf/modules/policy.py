@@ -278,8 +278,8 @@ def _added(root: _PackedModel) -> tuple[str, ...]:
 def _causal_lm(settings: ModelSettings, dtype: torch.dtype, strategy: FSDPUlyssesStrategy) -> nn.Module:
     """Without any randomness in training mode: log-probs of rollout, old policy and update must be of one distribution."""
     config = deepcopy(settings.config)
-    check_class(config)
     check_packable(config)
+    check_class(config)
     check_vision(config, settings)
     if settings.lora is not None and getattr(config, "quantization_config", None):
         raise NotImplementedError(
