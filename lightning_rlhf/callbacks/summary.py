@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 from lightning_rlhf.callbacks.rollout import RolloutCallback, run_of
 from lightning_rlhf.plan import make_plan
@@ -30,6 +30,6 @@ class PlanSummary(pl.Callback):
         try:
             plan = make_plan(pl_module, rollout, run_of(trainer, pl_module, rollout), configs, memory)
         except Exception as error:  # an observer ends no run; what cannot work is the `RolloutCallback`'s to say
-            rank_zero_warn(f"there is no summary of this run: {error}")
+            rank_zero_info(f"there is no summary of this run: {error}")
             return
         show(summary(plan))

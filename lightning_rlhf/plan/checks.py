@@ -37,8 +37,8 @@ def meshes(run: Run) -> Iterator[Problem]:
 
 def attention(run: Run) -> Iterator[Problem]:
     """It is a text model, its layers keep packed neighbours apart, and the kernel has what they ask for."""
-    yield from _raised(lambda: check_class(run.config))
     yield from _raised(lambda: check_packable(run.config))
+    yield from _raised(lambda: check_class(run.config))
     text, device = run.config.get_text_config(), torch.device(run.device_type)
     sinks = torch.empty(0) if text.model_type == "gpt_oss" else None
     needs = Features(softcap=getattr(text, "attn_logit_softcapping", None), sinks=sinks)
