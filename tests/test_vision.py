@@ -299,6 +299,11 @@ def test_engine_and_trainer_agree_on_pictures_on_a_gpu(engine, tmp_path):
     engines = importlib.import_module("lightning_rlhf.rollout")
     for frozen in (True, False):
         rows = train(
-            folder, accelerator="cuda", precision="bf16-mixed", engine=getattr(engines, engine)(), freeze_vision=frozen
+            folder,
+            accelerator="cuda",
+            precision="bf16-mixed",
+            engine=getattr(engines, engine)(),
+            freeze_vision=frozen,
+            offload_reference=not frozen,
         )
         assert all(0.0 < row["rollout/logprob_diff_mean"] < 0.05 for row in rows)

@@ -62,7 +62,7 @@ def merged_inputs(backbone: Any, packed: Packed, group: dist.ProcessGroup | None
     """The language model's ``inputs_embeds`` (1, S/P, h) and ``position_ids`` for this rank's piece of the stream."""
     embeds = backbone.get_input_embeddings()(shard_sequence(packed.input_ids, group))
     images = packed.images
-    features = _features(backbone.visual, images)
+    features = _features(backbone.visual, images, embeds.device)
     if images is None:
         if features.requires_grad:  # the backward pass has collectives, too
             embeds = embeds + 0.0 * features.sum().to(embeds.dtype)
@@ -72,15 +72,18 @@ def merged_inputs(backbone: Any, packed: Packed, group: dist.ProcessGroup | None
     return {"inputs_embeds": embeds[None], "position_ids": shard_sequence(images.position_ids, group).T[:, None]}
 
 
-def _features(visual: Any, images: PackedImages | None) -> Float[Tensor, "F h"]:
-    """The tower's output for all pictures; without any, for a blank one of the smallest size."""
+def _features(visual: Any, images: PackedImages | None, device: torch.device) -> Float[Tensor, "F h"]:
+    """The tower's output for all pictures; without any, for a blank one of the smallest size.
+
+    ``device`` computes; an offloaded tower's own parameters may be on the host.
+    """
     config, merge, weight = visual.config, visual.spatial_merge_size, next(visual.parameters())
     if images is None:
         width = config.in_channels * config.temporal_patch_size * config.patch_size**2
-        patches = torch.zeros(merge**2, width, device=weight.device)
-        grid = torch.tensor([[1, merge, merge]], device=weight.device)
+        patches = torch.zeros(merge**2, width, device=device)
+        grid = torch.tensor([[1, merge, merge]], device=device)
     else:
-        patches, grid = torch.cat(images.pixel_values).to(weight.device, non_blocking=True), images.grid_thw
+        patches, grid = torch.cat(images.pixel_values).to(device, non_blocking=True), images.grid_thw
     with torch.set_grad_enabled(torch.is_grad_enabled() and weight.requires_grad):
         return visual(patches, grid_thw=grid).pooler_output
 
