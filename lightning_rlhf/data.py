@@ -11,6 +11,7 @@ sequence-parallel group are one data rank and see the same prompts.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -84,6 +85,7 @@ class PromptDataModule(pl.LightningDataModule):
         system_prompt: put before conversations that have no system message.
         prompt_column: which column is the prompt; all others flow to the reward functions.
         tokenizer: folder or hub id; the module's own tokenizer if not given.
+        max_image_pixels: of vision-language models: scale larger pictures down to this many pixels.
 
     Raises:
         ValueError: not exactly one of ``path`` and ``task``, or settings that exclude each other.
@@ -113,6 +115,7 @@ class PromptDataModule(pl.LightningDataModule):
         system_prompt: str | None = None,
         prompt_column: str = "prompt",
         tokenizer: str | None = None,
+        max_image_pixels: PositiveInt | None = None,
     ) -> None:
         super().__init__()
         if (path is None) == (task is None):
@@ -140,6 +143,7 @@ class PromptDataModule(pl.LightningDataModule):
             system_prompt,
         )
         self.prompt_column, self.tokenizer = prompt_column, tokenizer
+        self.max_image_pixels = max_image_pixels
         self.train_table: PromptTable | None = None
         self.val_table: PromptTable | None = None
 
@@ -237,7 +241,12 @@ class PromptDataModule(pl.LightningDataModule):
         tokenizer = _tokenizer(self.tokenizer) if self.tokenizer else getattr(module, "tokenizer", None)
         if tokenizer is None:
             raise ValueError("data.tokenizer must be given when the module has no attribute tokenizer")
-        return PromptEncoder(tokenizer, self.chat_template, self.system_prompt, self.chat_template_args)
+        vision = getattr(module, "vision", None)
+        if self.max_image_pixels is not None:
+            if vision is None:
+                raise ValueError("data.max_image_pixels needs a vision-language model: leave it out")
+            vision = replace(vision, max_pixels=self.max_image_pixels)
+        return PromptEncoder(tokenizer, self.chat_template, self.system_prompt, self.chat_template_args, vision)
 
     @property
     def _ranks(self) -> dict[str, Any]:

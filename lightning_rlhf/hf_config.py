@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_rlhf.images import is_vision_language
+
 
 def load_config(path: str, overrides: Mapping[str, Any] | None = None, trust_remote_code: bool = False) -> Any:
     """The config of a folder or a hub id, changed by ``overrides``.
@@ -51,21 +53,17 @@ def override(config: Any, changes: Mapping[str, Any], key: str = "model.config_o
 
 
 def check_class(config: Any) -> None:
-    """A text model is an AutoModelForCausalLM; what takes images would be an AutoModelForImageTextToText.
+    """A text model is an AutoModelForCausalLM; what takes images is of a family that can be trained.
 
     Raises:
-        NotImplementedError: the model takes images.
-        ValueError: it is neither.
+        NotImplementedError: the model takes images and is of another family.
+        ValueError: it is no causal language model.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM
 
+    if is_vision_language(config):
+        return
     own_code = getattr(config, "auto_map", None) or {}
-    images = type(config) in AutoModelForImageTextToText._model_mapping or "AutoModelForImageTextToText" in own_code
-    if images or getattr(config, "vision_config", None) is not None:
-        raise NotImplementedError(
-            f"model.model: a {config.model_type} takes images (AutoModelForImageTextToText), which is not supported: take a"
-            " text model of its family"
-        )
     if type(config) not in AutoModelForCausalLM._model_mapping and "AutoModelForCausalLM" not in own_code:
         raise ValueError(
             f"model.model: a {config.model_type} is no causal language model: transformers has no AutoModelForCausalLM for"

@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_rlhf.types import IGNORE, _Movable, shift_labels
+from lightning_rlhf.images import PackedImages, pack_images
+from lightning_rlhf.types import IGNORE, PromptImages, _Movable, shift_labels
 
 Cost = Callable[[int], float]
 
@@ -40,6 +41,7 @@ class Packed(_Movable):
     response_mask: Float[Tensor, "b T"]
     max_length: int
     real_tokens: int
+    images: PackedImages | None = None
 
     def unpack(self, stream: Float[Tensor, "S"]) -> Float[Tensor, "b T"]:
         """Values at the positions that predict a response token, aligned with the responses; 0 on padding."""
@@ -51,6 +53,7 @@ def pack(
     prompt_lengths: Sequence[int],
     sequence_ranks: int = 1,
     sequence_rank: int = 0,
+    images: Sequence[PromptImages | None] = (),
 ) -> Packed:
     """Lay sequences into one stream and shift the labels, once, inside each sequence.
 
@@ -59,6 +62,7 @@ def pack(
         prompt_lengths: where each response begins, at least 1.
         sequence_ranks: ranks that share the stream, each a contiguous piece: it is padded to a multiple of this.
         sequence_rank: this one.
+        images: of each sequence's prompt, or empty.
     """
     lengths = [len(s) for s in sequences]
     total = sum(lengths)
@@ -92,6 +96,7 @@ def pack(
         response_mask=mask,
         max_length=max(segments),
         real_tokens=total,
+        images=pack_images(images, lengths, positions, sequence_ranks, sequence_rank),
     )
 
 
@@ -129,6 +134,50 @@ def plan(lengths: Sequence[int], data_ranks: int, budget: int, cost: Cost = floa
             out[rank].append(members)
             total[rank] += load(members)
     return out
+
+
+def plan_at_home(
+    lengths: Sequence[int],
+    homes: Sequence[int],
+    groups: Sequence[int],
+    data_ranks: int,
+    budget: int,
+    cost: Cost = float,
+) -> list[list[list[int]]]:
+    """Like `plan` for sequences that cannot move: ``homes`` is the data rank of each.
+
+    Those of one group come into the same bin or the next, so that what they share is computed once or twice. Every rank gets
+    as many bins as the one that needs most, ordered by load: those of a micro-step are alike.
+
+    Raises:
+        ValueError: a sequence is longer than ``budget`` tokens.
+    """
+    if max(lengths, default=0) > budget:
+        raise ValueError(f"a sequence of {max(lengths)} tokens does not fit the budget of {budget} tokens")
+    costs = [cost(n) for n in lengths]
+    order = sorted(range(len(lengths)), key=lambda i: (groups[i], i))
+    own = [[i for i in order if homes[i] == rank] for rank in range(data_ranks)]
+    count = max(1, *(-(-sum(lengths[i] for i in rows) // budget) for rows in own))
+    while None in (bins := [_cut(rows, costs, lengths, count, budget) for rows in own]):
+        count += 1  # ends: cut finely enough, every sequence has a bin of its own
+    return [sorted(rank or [], key=lambda members: -sum(costs[i] for i in members)) for rank in bins]
+
+
+def _cut(
+    rows: Sequence[int], costs: Sequence[float], sizes: Sequence[int], count: int, budget: int
+) -> list[list[int]] | None:
+    """``rows`` in their order, in ``count`` pieces of about equal cost; None when something does not fit."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    total, done, j, room = sum(costs[i] for i in rows), 0.0, 0, budget
+    for i in rows:
+        while room < sizes[i] or (j < count - 1 and done + costs[i] / 2 > total * (j + 1) / count):
+            j, room = j + 1, budget
+            if j == count:
+                return None
+        bins[j].append(i)
+        room -= sizes[i]
+        done += costs[i]
+    return bins
 
 
 def _fill(costs: Sequence[float], sizes: Sequence[int], count: int, budget: int) -> list[list[int]] | None:

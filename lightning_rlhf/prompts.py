@@ -9,14 +9,16 @@ as C arrays; rows are fetched for one batch at a time.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_rlhf.sources import Rows, first_line
-from lightning_rlhf.types import Prompt, Prompts
+from lightning_rlhf.images import ImageEncoder, has_image_parts, pictures_of, with_image_parts
+from lightning_rlhf.sources import Row, Rows, first_line
+from lightning_rlhf.types import Prompt, PromptImages, Prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +41,7 @@ def conversation(prompt: Any) -> Prompt:
     if isinstance(prompt, str):
         filled: Any = prompt.strip()
     elif isinstance(prompt, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in prompt):
-        prompt = [{k: v for k, v in message.items() if v is not None or k == "content"} for message in prompt]
+        prompt = [{k: _parts(v) for k, v in message.items() if v is not None or k == "content"} for message in prompt]
         filled = any(message.get("content") for message in prompt)
     else:
         got = "nothing" if prompt is None else f"{type(prompt).__name__} {str(prompt)[:40]!r}"
@@ -49,6 +51,13 @@ def conversation(prompt: Any) -> Prompt:
     return prompt
 
 
+def _parts(content: Any) -> Any:
+    """Content parts without the keys that only parts of another type have: templates ask whether they are there."""
+    if not isinstance(content, list):
+        return content
+    return [{k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else part for part in content]
+
+
 @dataclass(frozen=True)
 class PromptEncoder:
     """Prompt to token ids.
@@ -56,13 +65,29 @@ class PromptEncoder:
     A conversation goes through the chat template once, with the generation prompt (one that ends in an assistant
     message is continued instead); text is taken as it is unless ``chat_template`` wraps it as one user message. Where
     the tokenizer begins a text with special tokens (a BOS), the ids begin with exactly those, whether or not template
-    or text held them.
+    or text held them. ``vision`` is there for models that take pictures.
     """
 
     tokenizer: PreTrainedTokenizerBase
     chat_template: bool = False
     system_prompt: str | None = None
     template_args: Mapping[str, Any] | None = None
+    vision: ImageEncoder | None = None
+
+    def picture_lengths(self, row: Row) -> list[int]:
+        """How many tokens each picture of a row takes.
+
+        Raises:
+            ValueError: a picture that cannot be read, or is meant for another kind of model.
+        """
+        stored = pictures_of(row)
+        if self.vision is not None:
+            return self.vision.lengths(stored)
+        if any(not isinstance(one, str) for one in stored):  # a text in a column called image may be anything
+            raise ValueError(
+                "has images, but the model takes text only: drop the column, or take a vision-language model"
+            )
+        return []
 
     def __call__(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of rendered prompts."""
@@ -70,8 +95,8 @@ class PromptEncoder:
         prefix = special_prefix(self.tokenizer)
         return [ids if ids[: len(prefix)] == prefix else prefix + ids for ids in encoded["input_ids"]]
 
-    def render(self, prompt: Any) -> str:
-        """The text that is tokenised.
+    def render(self, prompt: Any, pictures: int = 0) -> str:
+        """The text that is tokenised, with one placeholder per picture.
 
         Raises:
             ValueError: the prompt is empty or no prompt at all, or there is no template, or it refuses the prompt.
@@ -87,6 +112,9 @@ class PromptEncoder:
             messages = [{"role": "user", "content": messages}]
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        messages = with_image_parts(messages, pictures)
+        if self.vision is None and has_image_parts(messages):
+            raise ValueError("has image parts, but the model takes text only: take a vision-language model")
         if not self.tokenizer.chat_template:
             raise ValueError("needs a chat template, but the tokenizer has none: give text, or take an instruct model")
         ends = "continue_final_message" if messages[-1]["role"] == "assistant" else "add_generation_prompt"
@@ -108,6 +136,7 @@ class PromptTable:
         numbers: the rows used, by number.
         ids: token ids of each of them.
         first_index: the `Prompts.index` of row 0.
+        vision: reads the pictures of the rows, of models that take some.
     """
 
     rows: Rows
@@ -116,6 +145,7 @@ class PromptTable:
     numbers: Sequence[int]
     ids: list[array[int]]
     first_index: int = 0
+    vision: ImageEncoder | None = None
 
     @classmethod
     def build(
@@ -129,7 +159,7 @@ class PromptTable:
         columns: dict[str, None] = {}
         ids: list[array[int]] = []
         for start in range(0, len(numbers), _CHUNK):
-            texts = []
+            texts, lengths = [], []
             for number in numbers[start : start + _CHUNK]:
                 row = rows[number]
                 columns.update(dict.fromkeys(row))
@@ -137,13 +167,14 @@ class PromptTable:
                     raise ValueError(
                         f"data: row {number} has no column {prompt_column!r}, only {', '.join(row) or 'none'}"
                     )
-                try:
-                    texts.append(encoder.render(row[prompt_column]))
-                except ValueError as error:
-                    raise ValueError(f"data: the prompt of row {number} {error}") from error
-            ids += [array("i", one) for one in encoder(texts)]
+                with _naming(number):
+                    lengths.append(encoder.picture_lengths(row))
+                    texts.append(encoder.render(row[prompt_column], len(lengths[-1])))
+            for number, one, counts in zip(numbers[start:], encoder(texts), lengths, strict=False):
+                with _naming(number):
+                    ids.append(array("i", encoder.vision.expand(one, counts) if encoder.vision else one))
         columns.pop(prompt_column, None)
-        return cls(rows, prompt_column, tuple(columns), numbers, ids, first_index)
+        return cls(rows, prompt_column, tuple(columns), numbers, ids, first_index, encoder.vision)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -162,9 +193,24 @@ class PromptTable:
         """The prompts at ``positions``, which may be none."""
         numbers = [self.numbers[p] for p in positions]
         rows = [self.rows[number] for number in numbers]
+        images: list[PromptImages | None] = []
+        for position, number, row in zip(positions, numbers, rows, strict=True):
+            stored = pictures_of(row) if self.vision else []
+            with _naming(number):
+                images.append(self.vision(self.ids[position], stored) if self.vision and stored else None)
         return Prompts(
             ids=[self.ids[p].tolist() for p in positions],
             raw=[conversation(row[self.prompt_column]) for row in rows],
             columns={name: [row.get(name) for row in rows] for name in self.columns},
             index=torch.tensor(numbers, dtype=torch.int64) + self.first_index,
+            images=images if any(images) else None,
         )
+
+
+@contextmanager
+def _naming(row: int) -> Iterator[None]:
+    """Errors about a prompt, with its row."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"data: the prompt of row {row} {error}") from error

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -258,7 +259,7 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         options: dict[str, Any] = {"mesh": self.device_mesh}
         options["mp_policy"] = MixedPrecisionPolicy() if frozen else self.precision_plugin.policy
         if on_host:
-            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
+            options["offload_policy"] = self._host_policy
         reshard = True if frozen else self.reshard_after_forward
         for unit in units:
             fully_shard(unit, **options, reshard_after_forward=True if reshard is None else reshard)
@@ -273,6 +274,10 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         elif reshard is False:
             root.set_reshard_after_backward(False)  # type: ignore[operator]
 
+    @property
+    def _host_policy(self) -> CPUOffloadPolicy:
+        return CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
+
     def _prefetch(self, layers: list[nn.Module]) -> None:
         """Gather the next ``prefetch`` layers, in either direction, while one computes."""
         ahead = self.prefetch
@@ -285,6 +290,12 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         """A unit that computes in float32 whatever the precision: its inputs are cast up."""
         policy = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.float32)
         fully_shard(unit, mesh=self.device_mesh, mp_policy=policy)
+
+    def shard_uncast(self, unit: nn.Module, on_host: bool = False) -> None:
+        """A unit that gets its inputs as they are: the blocks of a vision tower take rotary angles in float32."""
+        options: dict[str, Any] = {"offload_policy": self._host_policy} if on_host else {}
+        policy = replace(self.precision_plugin.policy, cast_forward_inputs=False)
+        fully_shard(unit, mesh=self.device_mesh, mp_policy=policy, **options)
 
     def materialize(self, root: nn.Module, on_host: bool = False) -> None:
         """Allocate a sharded root whose parameters are on the meta device; the values are undefined until loaded.

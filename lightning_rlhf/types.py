@@ -100,16 +100,35 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class PromptImages:
+    """The I pictures of one prompt of L tokens: patches for the vision tower, and where its F features go.
+
+    ``slots`` are the prompt's placeholder tokens, one per feature; ``lengths`` the features of each picture; ``positions`` the
+    rotary positions of the prompt's tokens, see `images`. ``pictures`` (PIL, upright, RGB) are for engines with an image
+    processor of their own. Everything stays on the host until it is used, and on the data rank that has the prompt.
+    """
+
+    pixel_values: Float[Tensor, "patches d"]
+    grid_thw: Int[Tensor, "I 3"]
+    slots: Int[Tensor, "F"]
+    positions: Int[Tensor, "L 3"]
+    lengths: tuple[int, ...]
+    pictures: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class Prompts(_Movable):
     """The prompts of one data rank, tokenised once.
 
     ``index`` is the row in the data set; seeds depend on it, so a prompt draws the same responses on any number of ranks.
+    ``images`` has an entry per prompt, None for one without; it is None when no prompt has any.
     """
 
     ids: list[list[int]]
     raw: list[Prompt]
     columns: dict[str, list[Any]]
     index: Int[Tensor, "P"]
+    images: list[PromptImages | None] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -189,6 +208,9 @@ class Experience(_Movable):
     ``sequences`` are prompt + response token ids, ``prompt_lengths`` where the response begins, ``max_length`` the longest
     response allowed. A row whose mask is 0 throughout (empty or unscorable) takes part in nothing. ``old_log_probs`` is None
     when the update's own forward pass stands for it (one optimizer step per rollout: the ratio is exactly 1).
+
+    Pictures do not travel: if any prompt has some, ``home`` is the data rank of each row, on which alone it is computed, and
+    ``images`` has those of this data rank by row, one object for all responses to a prompt.
     """
 
     sequences: list[Int[Tensor, "_"]]
@@ -204,6 +226,8 @@ class Experience(_Movable):
     values: Float[Tensor, "G T"] | None = None
     advantages: Float[Tensor, "G T"] | None = None
     returns: Float[Tensor, "G T"] | None = None
+    home: list[int] | None = None
+    images: dict[int, PromptImages] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.sequences)

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lightning_rlhf.images import is_vision_language
 from lightning_rlhf.kernels import Features, Kernel, choose_kernel, describe
 
 # The collectives are custom ops, not autograd.Function around torch.distributed calls: torch 2.11 compiles the latter into
@@ -248,24 +249,25 @@ def check_packable(config: Any) -> None:
     """Refuse what would be silently wrong, from the configuration alone.
 
     Raises:
-        NotImplementedError: not a decoder of text alone; layers other than attention, which mix the tokens of packed
-            neighbours; an auxiliary loss; random routing.
+        NotImplementedError: not a decoder of text, or of text and images; layers other than attention, which mix the tokens
+            of packed neighbours; an auxiliary loss; random routing.
     """
     kind = config.model_type
     if config.is_encoder_decoder:
         raise NotImplementedError(f"{kind} is an encoder-decoder model: only decoders can be trained")
-    if config.get_text_config() is not config:
-        raise NotImplementedError(f"{kind} takes images or sound beside text: only models of text can be trained")
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention", "attention"}
+    text = config.get_text_config()
+    if not is_vision_language(config) and text is not config:
+        raise NotImplementedError(f"{kind} takes sound or more beside text: only models of text can be trained")
+    others = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention", "attention"}
     if others:
         raise NotImplementedError(
             f"{kind} cannot be packed: its layers of type {', '.join(sorted(others))} are neither full nor sliding attention"
         )
-    if getattr(config, "output_router_logits", False):
+    if getattr(text, "output_router_logits", False):
         raise NotImplementedError(
             f"{kind}: output_router_logits adds an auxiliary loss that is not trained here: set it to false"
         )
-    for name, value in config.to_dict().items():
+    for name, value in text.to_dict().items():
         if "jitter" in name and value:
             raise NotImplementedError(f"{kind}: {name}={value} makes routing random in training: only 0 can be trained")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from lightning_rlhf.modules.experience import gather_experience, last_token_rewards
@@ -45,6 +47,20 @@ def test_groups_of_all_ranks_come_in_the_order_of_the_data_set():
     assert experience.mask.tolist() == [[0, 0, 0], [1, 1, 0], [1, 1, 1], [1, 0, 0]]
     assert experience.rewards.tolist() == [[0, 0, 0], [0, 2, 0], [0, 0, 1], [0, 0, 0]]
     assert experience.sampler_log_probs.tolist() == [[0, 0, 0], [-2.5, -3, 0], [-0.5, -1, -1.5], [-2, 0, 0]]
+
+
+def test_pictures_stay_on_the_data_rank_of_their_prompt():
+    shown = object()
+    prompts = replace(HERE.prompts, images=[shown])
+    parts = [(replace(HERE, prompts=prompts), [1.0, 0.0]), (THERE, [0.0, 2.0])]
+    shares, scores = [], [Scores(torch.tensor(s)) for _, s in parts]
+    for (part, _), score in zip(parts, scores, strict=True):
+        gather_experience(part, score, lambda share: shares.append(share) or [share])
+    for rank, own in enumerate([{2: shown, 3: shown}, {}]):
+        experience = gather_experience(parts[rank][0], scores[rank], lambda share: shares, data_rank=rank)
+        assert experience.home == [1, 1, 0, 0], "rows are ordered by group"
+        assert experience.images == own
+    assert gather().home is None
 
 
 def test_truncated_responses_are_left_out_when_asked_for():

@@ -237,7 +237,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dory": ({}, "the language-model head is a DoryLMHead, it must be a plain nn.Linear"),
     "mixtral": ({"output_router_logits": True}, "mixtral: output_router_logits adds an auxiliary loss"),
     "phimoe": ({"num_local_experts": 4}, "phimoe: router_jitter_noise=0.01 makes routing random"),
-    "gemma3": ({}, "gemma3 takes images or sound beside text"),
+    "gemma3": ({}, "gemma3 is a vision-language model of a family that cannot be trained"),
 }
 
 

@@ -80,9 +80,10 @@ def test_a_wrong_override_is_one_line(name):
 
 def test_a_model_that_takes_images_or_is_no_decoder_is_refused():
     check_class(Qwen2Config())
-    with pytest.raises(NotImplementedError, match="a qwen2_5_vl takes images"):
-        check_class(AutoConfig.for_model("qwen2_5_vl"))
-    with pytest.raises(NotImplementedError, match="a gemma3 takes images"):
+    check_class(AutoConfig.for_model("qwen2_5_vl"))
+    with pytest.raises(
+        NotImplementedError, match="gemma3 is a vision-language model of a family that cannot be trained"
+    ):
         shape_of(AutoConfig.for_model("gemma3"), torch.bfloat16)
     with pytest.raises(ValueError, match="a t5 is no causal language model"):
         check_class(T5Config())

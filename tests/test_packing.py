@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from lightning_rlhf.packing import attention_cost, pack, plan
+from lightning_rlhf.packing import attention_cost, pack, plan, plan_at_home
 from lightning_rlhf.types import IGNORE
 
 
@@ -67,3 +67,38 @@ def test_fewer_sequences_than_ranks_leave_empty_bins():
 def test_a_sequence_beyond_the_budget_is_an_error_with_both_numbers():
     with pytest.raises(ValueError, match="a sequence of 9 tokens does not fit the budget of 8"):
         plan([3, 9], 1, 8)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_plan_at_home_moves_nothing_and_keeps_groups_together(seed):
+    rng = random.Random(seed)
+    ranks, budget, members = rng.choice([1, 2, 3]), rng.choice([500, 1000, 4000]), 8
+    lengths = [rng.randint(50, 250) for _ in range(12 * members)]
+    groups = [i // members for i in range(len(lengths))]
+    homes = [group % ranks for group in groups]
+    rows = rng.sample(range(len(lengths)), 60)
+    bins = plan_at_home(
+        [lengths[i] for i in rows],
+        [homes[i] for i in rows],
+        [groups[i] for i in rows],
+        ranks,
+        budget,
+        attention_cost(64),
+    )
+    bins = [[[rows[j] for j in members] for members in rank] for rank in bins]
+    assert sorted(i for rank in bins for one in rank for i in one) == sorted(rows)
+    assert all(homes[i] == rank for rank, own in enumerate(bins) for one in own for i in one)
+    assert len({len(rank) for rank in bins}) == 1
+    assert all(sum(lengths[i] for i in one) <= budget for rank in bins for one in rank)
+    count = sum(map(len, bins))
+    assert count <= 1.5 * sum(lengths[i] for i in rows) / budget + ranks
+    assert sum(len({groups[i] for i in one}) for rank in bins for one in rank) < 12 + count
+
+
+def test_a_plan_at_home_is_not_endless_when_a_rank_has_nothing_or_the_budget_is_tight():
+    assert plan_at_home([8, 8, 8], [1, 1, 1], [0, 0, 1], 2, 8) == [[[], [], []], [[0], [1], [2]]]
+    assert plan_at_home([], [], [], 2, 8) == [[[]], [[]]]
+    bins = plan_at_home([1, 8, 1, 8, 1], [0] * 5, [0] * 5, 1, 8)
+    assert sorted(i for one in bins[0] for i in one) == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="a sequence of 9 tokens does not fit the budget of 8"):
+        plan_at_home([9], [0], [0], 1, 8)

@@ -24,6 +24,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from lightning_rlhf.hf_config import load_config
+from lightning_rlhf.images import auto_class
 
 
 class HFExport(pl.Callback):
@@ -145,6 +146,8 @@ def write_folder(
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         model.save_pretrained(draft, state_dict={n: t for n, t in weights.items() if n not in tied})
         tokenizer.save_pretrained(draft)
+        for file in Path(model_path).glob("*processor_config.json"):  # of images, if the model takes some
+            shutil.copyfile(file, draft / file.name)
 
 
 @contextmanager
@@ -164,11 +167,11 @@ def _appearing_whole(target: Path) -> Iterator[Path]:
 
 def _skeleton(model_path: str, trust_remote_code: bool, config_overrides: Mapping[str, Any] | None) -> Any:
     """The model without weights: what `save_pretrained` needs to know of its class."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     config = load_config(model_path, config_overrides, trust_remote_code)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
+        model = auto_class(config).from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
     if (Path(model_path) / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(model_path)
     return model

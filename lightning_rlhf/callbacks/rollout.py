@@ -211,9 +211,10 @@ class RolloutCallback(pl.Callback):
     ) -> Rollout:
         n = sampling.num_generations
         seeds = [derive_seed(module.seed, iteration, row, i) for row in prompts.index.tolist() for i in range(n)]
+        shown = {"images": [one for one in prompts.images for _ in range(n)]} if prompts.images else {}
         with module.phases("generate"):
             completions = self.engine.generate(
-                [ids for ids in prompts.ids for _ in range(n)], sampling, seeds=seeds, log_probs=log_probs
+                [ids for ids in prompts.ids for _ in range(n)], sampling, seeds=seeds, log_probs=log_probs, **shown
             )
         return Rollout.build(prompts, completions, sampling)
 

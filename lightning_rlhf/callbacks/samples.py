@@ -20,6 +20,7 @@ from rich import get_console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_rlhf.images import collapsed
 from lightning_rlhf.types import Experience, Rollout, Scores
 
 Columns = dict[str, list[Any]]
@@ -95,7 +96,8 @@ class Samples(pl.Callback):
 def sample_columns(rollout: Rollout, scores: Scores, tokenizer: Any, experience: Experience | None = None) -> Columns:
     """One entry per response in each column; advantages (mean over the response's tokens) if ``experience`` is given."""
     n = rollout.sampling.num_generations
-    prompts = [tokenizer.decode(ids) for ids in rollout.prompts.ids]
+    images = rollout.prompts.images or [None] * len(rollout.prompts)
+    prompts = [tokenizer.decode(collapsed(*one)) for one in zip(rollout.prompts.ids, images, strict=True)]
     columns: Columns = {
         "prompt": [prompts[i // n] for i in range(len(rollout))],
         "response": [tokenizer.decode(c.token_ids) for c in rollout.completions],

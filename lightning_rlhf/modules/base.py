@@ -30,6 +30,7 @@ from lightning.pytorch.core.optimizer import do_nothing_closure
 from torch import Tensor, nn
 
 from lightning_rlhf.flops import Passes, dims_of, frozen
+from lightning_rlhf.images import ImageEncoder
 from lightning_rlhf.modules import advantages, losses
 from lightning_rlhf.modules.batching import MicroBatch, Split, micro_batches, mini_batches
 from lightning_rlhf.modules.experience import gather_experience
@@ -209,6 +210,11 @@ class RLHFLightningModule(pl.LightningModule):
         return AutoTokenizer.from_pretrained(self.model_path, trust_remote_code=self.settings.trust_remote_code)
 
     @cached_property
+    def vision(self) -> ImageEncoder | None:
+        """Reads pictures for a vision-language policy; None if the policy takes text only."""
+        return ImageEncoder.load(self.model_path, self.settings.trust_remote_code)
+
+    @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every id that ends a response: the generation config's and the tokenizer's."""
         from transformers import GenerationConfig
@@ -369,7 +375,11 @@ class RLHFLightningModule(pl.LightningModule):
     def gather(self, rollout: Rollout, scores: Scores) -> Experience:
         """The whole iteration, on this rank's device."""
         gathered = gather_experience(
-            rollout, scores, self.strategy.all_gather_objects_dp, mask_truncated=self.mask_truncated
+            rollout,
+            scores,
+            self.strategy.all_gather_objects_dp,
+            mask_truncated=self.mask_truncated,
+            data_rank=self.strategy.dp_rank,
         )
         return gathered.to(self.device, non_blocking=True)
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lightning_rlhf.packing import Packed, pack, plan
+from lightning_rlhf.packing import Packed, pack, plan, plan_at_home
 from lightning_rlhf.types import Experience, _Movable, derive_seed
 
 
@@ -67,13 +67,19 @@ def micro_batches(experience: Experience, rows: Sequence[int], split: Split) -> 
     Also returns the tokens that all ranks together spend time on, waiting for the largest of each micro-step included.
     """
     lengths = [len(experience.sequences[i]) for i in rows]
-    bins = plan(lengths, split.data_ranks, split.tokens * split.sequence_ranks, split.cost)
+    budget = split.tokens * split.sequence_ranks
+    if experience.home is None:
+        bins = plan(lengths, split.data_ranks, budget, split.cost)
+    else:  # pictures stay where they were read
+        homes, groups = [experience.home[i] for i in rows], experience.group[list(rows)].tolist()
+        bins = plan_at_home(lengths, homes, groups, split.data_ranks, budget, split.cost)
     spent = [[sum(lengths[i] for i in members) for members in rank] for rank in bins]
     own = []
     for members in bins[split.data_rank]:
         chosen = [rows[i] for i in members]
         sequences = [experience.sequences[i] for i in chosen]
         prompts = [experience.prompt_lengths[i] for i in chosen]
-        packed = pack(sequences, prompts, split.sequence_ranks, split.sequence_rank)
+        images = [experience.images.get(i) for i in chosen]
+        packed = pack(sequences, prompts, split.sequence_ranks, split.sequence_rank, images)
         own.append(MicroBatch(packed, torch.tensor(chosen, dtype=torch.long)).to(split.device, non_blocking=True))
     return own, sum(map(max, zip(*spent, strict=True))) * split.data_ranks

@@ -13,9 +13,14 @@ from lightning_rlhf.types import Experience, Rollout, Scores, right_pad
 
 
 def gather_experience(
-    rollout: Rollout, scores: Scores, all_gather: Callable[[Any], list[Any]], *, mask_truncated: bool = False
+    rollout: Rollout,
+    scores: Scores,
+    all_gather: Callable[[Any], list[Any]],
+    *,
+    mask_truncated: bool = False,
+    data_rank: int = 0,
 ) -> Experience:
-    """Token ids and scalars of all data ranks, ordered by group: megabytes, whatever the model's size.
+    """Token ids and scalars of all data ranks, ordered by group: megabytes, whatever the model's size. Pictures stay.
 
     The order, and so everything computed from it, does not depend on the number of data ranks. Rows that cannot be learned
     from get mask 0: empty and aborted responses, and responses whose score is NaN.
@@ -23,6 +28,7 @@ def gather_experience(
     Args:
         all_gather: one picklable object per data rank -> their list.
         mask_truncated: rows cut at the length limit get mask 0 too.
+        data_rank: this one.
     """
     n = rollout.sampling.num_generations
     prompts = [ids for ids in rollout.prompts.ids for _ in range(n)]
@@ -39,6 +45,7 @@ def gather_experience(
             "usable": usable,
             "group": rollout.group.cpu(),
             "total": scores.total.cpu(),
+            "has_images": rollout.prompts.images is not None,
             "sampler": None if rollout.sampler_log_probs is None else _rows(rollout.sampler_log_probs, rollout.mask),
         }
     )
@@ -53,6 +60,12 @@ def gather_experience(
     rows = order.tolist()
     mask = right_pad([[1.0] * lengths[i] for i in rows]) * keep[:, None]
     sampler = [row for s in shares for row in s["sampler"] or ()]
+    home = [rank for rank, s in enumerate(shares) for _ in s["lengths"]]
+    own = [one for one in rollout.prompts.images or () for _ in range(n)]
+    first = home.index(data_rank) if own else 0
+    images = {
+        place: one for place, i in enumerate(rows) if 0 <= i - first < len(own) and (one := own[i - first]) is not None
+    }
     return Experience(
         sequences=[sequences[i] for i in rows],
         prompt_lengths=[prompt_lengths[i] for i in rows],
@@ -62,6 +75,8 @@ def gather_experience(
         temperature=rollout.sampling.temperature,
         max_length=rollout.sampling.max_completion_length,
         sampler_log_probs=right_pad([sampler[i] for i in rows]) if len(sampler) == len(rows) else None,
+        home=[home[i] for i in rows] if any(s["has_images"] for s in shares) else None,
+        images=images,
     )
 
 

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
+from lightning_rlhf.images import auto_class
 from lightning_rlhf.modules.settings import ModelSettings
+from lightning_rlhf.modules.vision import original_name
 
 if TYPE_CHECKING:
     from lightning_rlhf.strategy import FSDPUlyssesStrategy
@@ -64,9 +66,10 @@ def load_pretrained(
     seen: dict[int, str] = {}
     state = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
-        if name in wanted and id(parameter) not in seen and hf_name(name) in stored:
+        known_as = hf_name(name) if hf_name(name) in stored else original_name(hf_name(name))
+        if name in wanted and id(parameter) not in seen and known_as in stored:
             seen[id(parameter)] = name
-            state[hf_name(name)] = wanted[name]
+            state[known_as] = wanted[name]
     missing = [n for n, p in root.named_parameters() if n in wanted and id(p) not in seen]
     if not missing:
         dcp.load(state, storage_reader=HuggingFaceStorageReader(settings.path))
@@ -109,13 +112,9 @@ def _full_state(
     root: nn.Module, settings: ModelSettings, hf_name: Callable[[str], str], skip: tuple[str, ...]
 ) -> dict[str, Tensor]:
     """All of ``root``'s parameters as transformers loads them, in ``root``'s names and dtypes."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        settings.path,
-        config=deepcopy(settings.config),
-        dtype=torch.float32,
-        trust_remote_code=settings.trust_remote_code,
+    config = deepcopy(settings.config)
+    model = auto_class(config).from_pretrained(
+        settings.path, config=config, dtype=torch.float32, trust_remote_code=settings.trust_remote_code
     )
     source = model.state_dict()
     own = {n: p.dtype for n, p in root.named_parameters(remove_duplicate=False) if not n.startswith(skip or ("\0",))}

@@ -18,12 +18,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_rlhf.hf_config import check_class
+from lightning_rlhf.images import auto_class, is_vision_language
 from lightning_rlhf.modules.execution import apply_execution, bucketed, check_execution
 from lightning_rlhf.modules.head import LogProbHead
 from lightning_rlhf.modules.loading import load_pretrained, meta_parameters
 from lightning_rlhf.modules.lora import Adapter, hf_name
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.modules.startup import check_head, check_isolation
+from lightning_rlhf.modules.vision import check_vision, freeze, merged_inputs, shard_tower
 from lightning_rlhf.packing import Packed
 from lightning_rlhf.ulysses import (
     check_packable,
@@ -48,13 +50,22 @@ class _PackedModel(nn.Module):
         self.adapter: Adapter | None = None
         self._compiled = settings.compile
         self._group = strategy.sp_group
+        self.sees = is_vision_language(model.config)
         dtype = model.dtype if model.dtype != torch.float32 else strategy.precision_plugin.compute_dtype
-        self.attention = use_packed_attention(model, settings.attention, strategy.root_device, self._group, dtype)  # type: ignore[arg-type]
-        self._position_limit = position_limit(model.config)
+        attending = self.decoder if self.sees else model
+        self.attention = use_packed_attention(attending, settings.attention, strategy.root_device, self._group, dtype)  # type: ignore[arg-type]
+        if self.sees and settings.attention.startswith("flash_attention"):
+            self.backbone.visual.set_attn_implementation(settings.attention)  # type: ignore[union-attr,operator]
+        self._position_limit = position_limit(model.config.get_text_config())  # type: ignore[union-attr,operator]
 
     @property
     def backbone(self) -> nn.Module:
         return self.model.base_model  # type: ignore[return-value]
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The backbone, of a vision-language model its language model."""
+        return self.backbone.language_model if self.sees else self.backbone  # type: ignore[return-value]
 
     @property
     def hidden_size(self) -> int:
@@ -65,14 +76,21 @@ class _PackedModel(nn.Module):
         """The decoder layers: transformers names the modules that must not be split, or they are the first list of modules."""
         names = set(getattr(self.model, "_no_split_modules", None) or ())
         # by base classes too: a sharded layer is of a class that FSDP2 derives from its own
-        named = [m for m in self.backbone.modules() if names & {kind.__name__ for kind in type(m).__mro__}]
-        return named or next((list(m) for m in self.backbone.modules() if isinstance(m, nn.ModuleList)), [])
+        named = [m for m in self.decoder.modules() if names & {kind.__name__ for kind in type(m).__mro__}]
+        return named or next((list(m) for m in self.decoder.modules() if isinstance(m, nn.ModuleList)), [])
+
+    def shard(self, strategy: FSDPUlyssesStrategy, *, frozen: bool = False, on_host: bool = False) -> None:
+        """Make this an FSDP2 root, see `FSDPUlyssesStrategy.shard`."""
+        if self.sees:
+            shard_tower(self.backbone.visual, strategy, on_host)
+        strategy.shard(self, self.units, frozen=frozen, on_host=on_host)  # type: ignore[arg-type]  # of the subclasses
 
     def inputs(self, packed: Packed) -> dict[str, Any]:
-        """Arguments of the transformers model for this rank's piece of the stream.
+        """Arguments of the decoder, or of the whole transformers model, for this rank's piece of the stream.
 
         Raises:
-            ValueError: a sequence is so long that the rotary embeddings of its neighbours would change.
+            ValueError: a sequence is so long that the rotary embeddings of its neighbours would change, or the stream has
+                images and the model takes text only.
         """
         if self._position_limit is not None and packed.max_length > self._position_limit:
             raise ValueError(
@@ -82,8 +100,7 @@ class _PackedModel(nn.Module):
             )
         longest = bucketed(packed.max_length) if self._compiled else packed.max_length
         return {
-            "input_ids": shard_sequence(packed.input_ids, self._group)[None],
-            "position_ids": shard_sequence(packed.position_ids, self._group)[None],
+            **self._stream(packed),
             "use_cache": False,
             "cu_seq_lens_q": packed.cu_seqlens,
             "cu_seq_lens_k": packed.cu_seqlens,
@@ -91,9 +108,21 @@ class _PackedModel(nn.Module):
             "max_length_k": longest,
         }
 
+    def _stream(self, packed: Packed) -> dict[str, Tensor]:
+        if self.sees:
+            return merged_inputs(self.backbone, packed, self._group)
+        if packed.images is not None:
+            raise ValueError(
+                f"the prompts have images, {type(self.model).__name__} is a text model: take another critic"
+            )
+        return {
+            "input_ids": shard_sequence(packed.input_ids, self._group)[None],
+            "position_ids": shard_sequence(packed.position_ids, self._group)[None],
+        }
+
     def hidden_rows(self, packed: Packed) -> Float[Tensor, "R h"]:
         """Final hidden states at this rank's response positions."""
-        return self.backbone(**self.inputs(packed)).last_hidden_state[0].index_select(0, packed.rows)
+        return self.decoder(**self.inputs(packed)).last_hidden_state[0].index_select(0, packed.rows)
 
     def align(self, values: Float[Tensor, "R"], packed: Packed) -> Float[Tensor, "b T"]:
         """Values at this rank's response positions -> response-aligned, gathered over the sequence-parallel group."""
@@ -172,8 +201,8 @@ def check_model(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> int:
         NotImplementedError: the model.
         ValueError: the attention kernel.
     """
-    model = _policy_on_meta(settings, strategy, frozen=False).model
-    limits = (getattr(model.config, "max_position_embeddings", None), position_limit(model.config))
+    text = _policy_on_meta(settings, strategy, frozen=False).model.config.get_text_config()  # type: ignore[union-attr,operator]
+    limits = (getattr(text, "max_position_embeddings", None), position_limit(text))
     return min(limit or 2**31 for limit in limits)
 
 
@@ -185,7 +214,7 @@ def build_policy(
     model = policy.model
     apply_execution(model, policy.layers, settings, strategy.root_device, trained=not frozen)
     on_host = frozen and settings.offload_reference
-    strategy.shard(policy, policy.units, frozen=frozen, on_host=on_host)
+    policy.shard(strategy, frozen=frozen, on_host=on_host)
     strategy.materialize(policy, on_host=on_host)
     model.tie_weights()  # type: ignore[operator]  # allocating visits each name on its own
     load_pretrained(policy, settings, strategy, lambda name: hf_name(name.removeprefix("model.")), _added(policy))
@@ -203,7 +232,7 @@ def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, seed
     With LoRA the backbone is frozen and has an adapter of its own, which starts anew; the value head is trained as ever.
     """
     with meta_parameters():
-        causal = _causal_lm(settings, _stored_dtype(settings, strategy))
+        causal = _causal_lm(settings, _stored_dtype(settings, strategy), strategy)
         critic = Critic(causal.base_model, strategy, settings)  # type: ignore[arg-type]
         if settings.lora is not None:
             fresh = replace(settings.lora, adapter=None)
@@ -211,7 +240,7 @@ def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, seed
     prefix = f"{causal.base_model_prefix}."
     apply_execution(critic.model, critic.layers, settings, strategy.root_device, trained=True)
     strategy.shard_float32(critic.value_head)
-    strategy.shard(critic, critic.units)
+    critic.shard(strategy)
     strategy.materialize(critic)
     skip = ("value_head.", *_added(critic))
     load_pretrained(critic, settings, strategy, lambda name: prefix + hf_name(name.removeprefix("model.")), skip)
@@ -227,7 +256,8 @@ def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, seed
 
 def _policy_on_meta(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, frozen: bool) -> Policy:
     with meta_parameters():
-        model = _causal_lm(settings, torch.bfloat16 if frozen else _stored_dtype(settings, strategy))
+        dtype = torch.bfloat16 if frozen else _stored_dtype(settings, strategy)
+        model = _causal_lm(settings, dtype, strategy)
         policy = Policy(model, strategy, settings)
         if settings.lora is not None and not frozen:
             policy.adapter = Adapter(model, settings.lora, strategy.precision_plugin.param_dtype, settings.source)
@@ -245,24 +275,26 @@ def _added(root: _PackedModel) -> tuple[str, ...]:
     return () if root.adapter is None else tuple(f"model.{name}" for name, _ in root.adapter.named_parameters())
 
 
-def _causal_lm(settings: ModelSettings, dtype: torch.dtype) -> nn.Module:
+def _causal_lm(settings: ModelSettings, dtype: torch.dtype, strategy: FSDPUlyssesStrategy) -> nn.Module:
     """Without any randomness in training mode: log-probs of rollout, old policy and update must be of one distribution."""
-    from transformers import AutoModelForCausalLM
-
     config = deepcopy(settings.config)
     check_packable(config)
     check_class(config)
+    check_vision(config, settings)
     if settings.lora is not None and getattr(config, "quantization_config", None):
         raise NotImplementedError(
             "model.lora: the weights of model.model are quantised, their shards cannot be trained on (QLoRA): use the same"
             " model in bfloat16"
         )
-    for name, value in config.to_dict().items():
-        if isinstance(value, float) and "drop" in name:
-            setattr(config, name, 0.0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=settings.trust_remote_code)
+    for part in (config, config.get_text_config()):
+        for name, value in part.to_dict().items():
+            if isinstance(value, float) and "drop" in name:
+                setattr(part, name, 0.0)
+    model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=settings.trust_remote_code)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     model.tie_weights()
+    if is_vision_language(config) and settings.freeze_vision:
+        freeze(model.base_model.visual, strategy.precision_plugin.compute_dtype if dtype == torch.float32 else dtype)
     return model

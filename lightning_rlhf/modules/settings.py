@@ -115,6 +115,7 @@ class ModelSettings:
         lora: train adapters only; null trains all parameters.
         config_overrides: changes of the transformers config, such as {rope_parameters: {rope_type: yarn, factor: 4.0}}; a
             nested config takes its own; the engine gets them too.
+        freeze_vision: leave a vision-language model's vision tower as it is; it is then held in the compute dtype.
     """
 
     model: str
@@ -128,6 +129,7 @@ class ModelSettings:
     liger: bool = False
     lora: LoRA | None = field(default=None, hash=False)
     config_overrides: dict[str, Any] | None = field(default=None, hash=False)
+    freeze_vision: bool = True
 
     def __post_init__(self) -> None:
         check_kernel(self.attention)

@@ -43,7 +43,7 @@ def check_isolation(
     """
     a, b, tail, c = (_tokens(root, n, seed) for seed, n in enumerate((11, 9, 3, 14)))
     states: list[Tensor] = []
-    hook = root.backbone.register_forward_hook(lambda _, args, output: states.append(output.last_hidden_state[0]))
+    hook = root.decoder.register_forward_hook(lambda _, args, output: states.append(output.last_hidden_state[0]))
     devices = [strategy.root_device] if strategy.root_device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices):
@@ -87,7 +87,7 @@ def check_head(policy: Policy, strategy: FSDPUlyssesStrategy) -> None:
 
 
 def _tokens(root: _PackedModel, n: int, seed: int) -> Tensor:
-    size: int = root.model.config.vocab_size  # type: ignore[union-attr,assignment]
+    size: int = root.model.config.get_text_config().vocab_size  # type: ignore[union-attr,operator]
     return torch.randint(size, (n,), generator=torch.Generator().manual_seed(seed))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf.flops import dims_of
+from lightning_rlhf.modules.vision import check_vision
 from lightning_rlhf.plan.checks import Problem, problems
 from lightning_rlhf.plan.memory import GIB, Options, Phase, Role, host, phases
 from lightning_rlhf.plan.run import Run, optimizer_bytes, read_run
@@ -87,6 +88,7 @@ def make_plan(
     shapes: dict[tuple[int, bool, bool], Shape] = {}  # a reference has the actor's, without LoRA
     roles = []
     for name, config in configs.items():
+        check_vision(config, module.roles[name])
         key = id(config), name != "critic", name in module.learning_rates
         if key not in shapes:
             shapes[key] = shape_of(
@@ -96,6 +98,7 @@ def make_plan(
                 head=key[1],
                 trust_remote_code=settings.trust_remote_code,
                 lora=settings.lora if key[2] else None,
+                freeze_vision=settings.freeze_vision,
             )
         roles.append(Role(name, shapes[key], trained=name in module.learning_rates))
     policy = roles[0].shape

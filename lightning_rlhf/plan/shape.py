@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rlhf.hf_config import check_class
+from lightning_rlhf.images import auto_class, is_vision_language
 from lightning_rlhf.modules.lora import Adapter
 from lightning_rlhf.modules.settings import LoRA
 from lightning_rlhf.ulysses import head_plan, set_attention
@@ -94,6 +95,7 @@ def shape_of(
     head: bool = True,
     trust_remote_code: bool = False,
     lora: LoRA | None = None,
+    freeze_vision: bool = True,
 ) -> Shape:
     """The shape of a causal language model that computes in ``dtype``.
 
@@ -101,23 +103,27 @@ def shape_of(
         config: of transformers.
         sequence_ranks: GPUs that share a stream; the saved bytes are per token of one GPU's piece.
         head: False for a critic's backbone, a value head included.
+        freeze_vision: the tower of a vision-language model has no gradients. What it keeps for them otherwise depends on the
+            pictures and is left out.
 
     Raises:
-        NotImplementedError: the model takes images or cannot attend over packed streams.
+        NotImplementedError: the model is of another vision-language family or cannot attend over packed streams.
         ValueError: it is no causal language model.
     """
-    from transformers import AutoModelForCausalLM
-
     check_class(config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         backbone = model if head else model.base_model
         value_head = () if head else (torch.Size((1, config.get_text_config().hidden_size)), torch.Size((1,)))
         if lora is not None:
             Adapter(model, lora, torch.float32, part=None if head else backbone)
-    set_attention(model, f"plan_sp{sequence_ranks}", _attention(sequence_ranks))
+    tower = model.base_model.visual if is_vision_language(config) else None
+    if tower is not None and freeze_vision:
+        tower.requires_grad_(False)
+    decoder = model.base_model if tower is None else model.base_model.language_model
+    set_attention(model if tower is None else decoder, f"plan_sp{sequence_ranks}", _attention(sequence_ranks))
     names = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [m for m in model.base_model.modules() if type(m).__name__ in names]
+    layers = [m for m in decoder.modules() if type(m).__name__ in names]
     units = list(layers)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     if head and output.weight is not embedding.weight:
@@ -125,13 +131,12 @@ def shape_of(
     text = config.get_text_config()
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    layer_bytes, saved_bytes = _saved_bytes(model, layers)
+    layer_bytes, saved_bytes = _saved_bytes(decoder, layers)
     return Shape(
         model_class=type(model).__name__,
         sizes=(*(p.shape for p in backbone.parameters()), *value_head),
         trained=(*(p.shape for p in backbone.parameters() if p.requires_grad), *value_head),
-        units=tuple(sum(p.numel() for p in unit.parameters()) for unit in units)
-        + ((text.hidden_size + 1,) * (not head)),
+        units=(*map(_count, units), *_tower_units(tower), *((text.hidden_size + 1,) * (not head))),
         layers=len(layers),
         hidden=text.hidden_size,
         vocabulary=text.vocab_size if head else 0,
@@ -140,6 +145,18 @@ def shape_of(
         layer_bytes=layer_bytes,
         saved_bytes=saved_bytes,
     )
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _tower_units(tower: Any) -> tuple[int, ...]:
+    """Each block of a vision tower, and what is around them."""
+    if tower is None:
+        return ()
+    blocks = [_count(block) for block in tower.blocks]
+    return (*blocks, _count(tower) - sum(blocks))
 
 
 class SavedBytes:
@@ -159,14 +176,14 @@ class SavedBytes:
         return tensor
 
 
-def _saved_bytes(model: nn.Module, layers: list[nn.Module]) -> tuple[float, float]:
-    """(largest layer, everything in the backbone), per token of one GPU's piece of a stream."""
-    saved, at = SavedBytes(model), [0]
+def _saved_bytes(decoder: nn.Module, layers: list[nn.Module]) -> tuple[float, float]:
+    """(largest layer, everything in the decoder), per token of one GPU's piece of a stream."""
+    saved, at = SavedBytes(decoder), [0]
     hooks = [layer.register_forward_hook(lambda *_: at.append(saved.total)) for layer in layers]
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     bounds = torch.zeros(2, dtype=torch.int32, device="meta")
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
-        model.base_model(  # type: ignore[operator]
+        decoder(
             input_ids=ids,
             position_ids=ids,
             use_cache=False,

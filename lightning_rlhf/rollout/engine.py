@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rlhf.types import Completion, Sampling
+from lightning_rlhf.types import Completion, PromptImages, Sampling
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 """(Hugging Face parameter name, full tensor) pairs; a tied parameter comes under each of its names."""
@@ -88,7 +88,13 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seeds: Sequence[int], log_probs: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        seeds: Sequence[int],
+        log_probs: bool = False,
+        images: Sequence[PromptImages | None] | None = None,
     ) -> list[Completion]:
         """One response per entry of ``prompts`` (repeat a prompt to get several), in the same order.
 
@@ -97,6 +103,7 @@ class RolloutEngine(ABC):
             sampling: how to draw; ``num_generations`` was already applied by the caller.
             seeds: one per entry; a response is a function of (weights, prompt, sampling, seed) as far as the kernels allow.
             log_probs: return the log-prob of each sampled token under the distribution it was drawn from.
+            images: the pictures of each entry; left out when no prompt has any.
 
         Raises:
             RuntimeError: no usable weights (asleep, or level-2 sleep without a re-load).

@@ -24,13 +24,14 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from lightning_rlhf.hf_config import load_config
+from lightning_rlhf.images import auto_class, prefill_inputs
 from lightning_rlhf.rollout.engine import EngineMemory, EngineSetup, NamedTensors, RolloutEngine
 from lightning_rlhf.rollout.weights import checksum
-from lightning_rlhf.types import Completion, Sampling
+from lightning_rlhf.types import Completion, PromptImages, Sampling
 
 
 class TransformersEngine(RolloutEngine):
@@ -55,7 +56,7 @@ class TransformersEngine(RolloutEngine):
         self.context = context
         dtype = context.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
         config = load_config(context.model, context.config_overrides, context.trust_remote_code)
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        model: Any = auto_class(config).from_pretrained(
             context.model, config=config, dtype=dtype, trust_remote_code=context.trust_remote_code
         )
         model.to(device=context.device)
@@ -127,7 +128,13 @@ class TransformersEngine(RolloutEngine):
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seeds: Sequence[int], log_probs: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        seeds: Sequence[int],
+        log_probs: bool = False,
+        images: Sequence[PromptImages | None] | None = None,
     ) -> list[Completion]:
         """See `RolloutEngine.generate`. Greedy log-probs are those of the untruncated distribution at temperature 1.
 
@@ -136,7 +143,8 @@ class TransformersEngine(RolloutEngine):
             ValueError: a prompt that leaves no room for a response, or sampling options this engine does not have.
         """
         self._check_usable(sampling)
-        rows = [self._row(prompt, seed, sampling) for prompt, seed in zip(prompts, seeds, strict=True)]
+        shown = images or [None] * len(prompts)
+        rows = [self._row(*entry, sampling) for entry in zip(prompts, seeds, shown, strict=True)]
         stop = _Stop.build(self.context, sampling)
         order = sorted(rows, key=lambda row: (len(row.prompt), row.prompt))
         for start in range(0, len(order), self.batch_size):
@@ -149,22 +157,23 @@ class TransformersEngine(RolloutEngine):
         if sampling.extra:
             raise ValueError(f"sampling.extra must be empty with the TransformersEngine, got {sorted(sampling.extra)}")
 
-    def _row(self, prompt: Sequence[int], seed: int, sampling: Sampling) -> _Row:
+    def _row(self, prompt: Sequence[int], seed: int, images: PromptImages | None, sampling: Sampling) -> _Row:
         room = self.context.max_model_len - len(prompt)
         if not prompt or room < 1:
             raise ValueError(
                 f"a prompt must have 1 to {self.context.max_model_len - 1} tokens (max_model_len is "
                 f"{self.context.max_model_len}), got {len(prompt)}: shorten it or raise max_model_len"
             )
-        return _Row(tuple(prompt), min(room, sampling.max_completion_length), random.Random(seed))
+        return _Row(tuple(prompt), images, min(room, sampling.max_completion_length), random.Random(seed))
 
     def _generate_batch(self, rows: list[_Row], sampling: Sampling, stop: _Stop) -> None:
-        unique = list(dict.fromkeys(row.prompt for row in rows))
-        logits, mask, cache = self._prefill(unique)
-        place = {prompt: i for i, prompt in enumerate(unique)}
-        select = self._index([place[row.prompt] for row in rows])
+        unique = {row.key: row for row in rows}
+        logits, mask, cache = self._prefill(list(unique.values()))
+        place = {key: i for i, key in enumerate(unique)}
+        select = self._index([place[row.key] for row in rows])
         cache.reorder_cache(select)
         logits, mask = logits[select], mask[select]
+        shift = self._index([[row.shift] for row in rows])
         while True:
             step = len(rows[0].token_ids)
             if step < sampling.min_completion_length:
@@ -179,23 +188,26 @@ class TransformersEngine(RolloutEngine):
             if len(keep) < len(rows):
                 select = self._index(keep)
                 cache.reorder_cache(select)
-                tokens, mask, rows = tokens[select], mask[select], [rows[i] for i in keep]
+                tokens, mask, shift, rows = tokens[select], mask[select], shift[select], [rows[i] for i in keep]
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
-            logits = self._forward(tokens[:, None], mask, cache)
+            logits = self._forward(tokens[:, None], mask, cache, shift=shift)
 
-    def _prefill(
-        self, prompts: list[tuple[int, ...]]
-    ) -> tuple[Float[Tensor, "U V"], Bool[Tensor, "U L"], DynamicCache]:
+    def _prefill(self, rows: list[_Row]) -> tuple[Float[Tensor, "U V"], Bool[Tensor, "U L"], DynamicCache]:
         """Next-token logits, mask and cache of different prompts; their common beginning is computed once."""
         cache = DynamicCache(config=self.model.config)
-        shared = self._shared_length(prompts)
+        prompts = [row.prompt for row in rows]
+        # not beyond the first picture: equal placeholders may stand for different ones
+        shared = min(self._shared_length(prompts), *(int(r.images.slots[0]) for r in rows if r.images), len(prompts[0]))
         head = torch.ones(len(prompts), shared, dtype=torch.bool, device=self.context.device)
         if shared:
             self._forward(self._index([prompts[0][:shared]]), head[:1], cache)
             cache.reorder_cache(self._index([0] * len(prompts)))
         ids, mask = left_pad([prompt[shared:] for prompt in prompts], self.context.pad_token_id)
         mask = torch.cat([head, mask.to(head.device)], 1)
-        return self._forward(ids.to(head.device), mask, cache), mask, cache
+        shown = {}
+        if any(row.images for row in rows):
+            shown = prefill_inputs([(len(row.prompt), row.images) for row in rows], shared, self.context.device)
+        return self._forward(ids.to(head.device), mask, cache, **shown), mask, cache
 
     def _shared_length(self, prompts: list[tuple[int, ...]]) -> int:
         """Tokens of the common prefix worth a forward pass of their own.
@@ -209,9 +221,16 @@ class TransformersEngine(RolloutEngine):
         shared = min(next(differ, len(first)), min(map(len, prompts)) - 1)
         return shared if shared * (len(prompts) - 1) >= _WORTH_A_PASS else 0
 
-    def _forward(self, ids: Int[Tensor, "B q"], mask: Bool[Tensor, "B L"], cache: DynamicCache) -> Float[Tensor, "B V"]:
-        positions = (mask.cumsum(-1) - 1).clamp_(min=0)[:, -ids.shape[1] :]
-        optional = {"position_ids": positions, "logits_to_keep": self._index([ids.shape[1] - 1])}
+    def _forward(
+        self,
+        ids: Int[Tensor, "B q"],
+        mask: Bool[Tensor, "B L"],
+        cache: DynamicCache,
+        shift: Int[Tensor, "B 1"] | int = 0,
+        **shown: Tensor,
+    ) -> Float[Tensor, "B V"]:
+        positions = (mask.cumsum(-1) - 1).clamp_(min=0)[:, -ids.shape[1] :] + shift
+        optional = {"position_ids": positions, "logits_to_keep": self._index([ids.shape[1] - 1])} | shown
         arguments: dict[str, Any] = {k: v for k, v in optional.items() if k in self._forward_arguments}
         # transformers 5.24 has a new name for it
         arguments["cache" if "cache" in self._forward_arguments else "past_key_values"] = cache
@@ -231,11 +250,22 @@ class _Row:
     """A response in the making; "abort" as long as it is not finished."""
 
     prompt: tuple[int, ...]
+    images: PromptImages | None
     limit: int
     rng: random.Random
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: Literal["stop", "length", "abort"] = "abort"
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], int]:
+        """Equal for the responses to one prompt."""
+        return self.prompt, id(self.images)
+
+    @property
+    def shift(self) -> int:
+        """From a token's number to its rotary position, behind the prompt: a picture takes fewer positions than tokens."""
+        return int(self.images.positions.max()) + 1 - len(self.prompt) if self.images else 0
 
     def append(self, token: int, log_prob: float, stop: _Stop) -> None:
         self.token_ids.append(token)

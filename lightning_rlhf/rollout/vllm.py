@@ -15,6 +15,7 @@ permission to generate. Everything that differs between versions of vLLM is in `
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import os
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from lightning_rlhf.hf_config import load_config
+from lightning_rlhf.images import collapsed, is_vision_language
 from lightning_rlhf.rollout.engine import EngineMemory, EngineSetup, NamedTensors, RolloutEngine
 from lightning_rlhf.rollout.vllm_process import (
     check_version,
@@ -30,12 +33,13 @@ from lightning_rlhf.rollout.vllm_process import (
     fork_rng,
     is_moe,
     paused_gc,
+    reset_encoder_cache,
     shut_down,
     unchanged_process_state,
     version_installed,
 )
 from lightning_rlhf.rollout.weights import checksum
-from lightning_rlhf.types import Completion, Sampling
+from lightning_rlhf.types import Completion, PromptImages, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +57,9 @@ class VLLMEngine(RolloutEngine):
         enforce_eager: no graph capture and no compilation (always so on the CPU).
         dtype: of weights and compute; "auto" is the trainer's.
         max_num_batched_tokens: tokens of one engine step, None for vLLM's default.
-        load_format: "dummy" starts with random weights, as the trainer's are loaded before the first use.
+        load_format: how vLLM starts; default "dummy", random weights, as the trainer's are loaded before the first use, but
+            "auto", from the model's folder, for vision-language models: dummy values also replace the constants by which
+            vLLM normalises pixels, which are no weights and would never be put right.
         sync: how weights are replaced (module docstring); "auto" picks "plain" where it is safe.
         engine_args: further arguments of ``vllm.LLM``; they win over those above.
     """
@@ -66,7 +72,7 @@ class VLLMEngine(RolloutEngine):
         enforce_eager: bool = False,
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         max_num_batched_tokens: int | None = None,
-        load_format: str = "dummy",
+        load_format: str | None = None,
         sync: Literal["auto", "plain", "layerwise"] = "auto",
         engine_args: dict[str, Any] | None = None,
     ) -> None:
@@ -139,7 +145,7 @@ class VLLMEngine(RolloutEngine):
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "kv_cache_memory_bytes": self.kv_cache_memory_bytes or ((1 << 30) if on_cpu else None),
             "enforce_eager": eager,
-            "load_format": self.load_format,
+            "load_format": self.load_format or ("auto" if _takes_images(context) else "dummy"),
             "seed": context.seed % (1 << 32),
             "trust_remote_code": context.trust_remote_code,
             "logprobs_mode": "processed_logprobs",
@@ -214,6 +220,8 @@ class VLLMEngine(RolloutEngine):
                 raise RuntimeError(
                     "the prefix cache was not reset because requests are running: load between generations"
                 )
+            if self._config.model_config.is_multimodal_model:
+                reset_encoder_cache(self.llm)
         except BaseException:
             self.close()
             raise
@@ -257,12 +265,18 @@ class VLLMEngine(RolloutEngine):
     # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seeds: Sequence[int], log_probs: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        seeds: Sequence[int],
+        log_probs: bool = False,
+        images: Sequence[PromptImages | None] | None = None,
     ) -> list[Completion]:
         """See `RolloutEngine.generate`. Greedy log-probs are those of the untruncated distribution at temperature 1.
 
         Raises:
-            RuntimeError: no usable weights, or asleep.
+            RuntimeError: no usable weights, or asleep, or vLLM made other tokens of a picture.
             ValueError: a prompt that leaves no room for a response.
             Any error of vLLM itself, after which the engine is closed.
         """
@@ -271,11 +285,11 @@ class VLLMEngine(RolloutEngine):
             raise RuntimeError("the engine holds no usable weights: wake it and load_weights before generate")
         if not prompts:
             return []
-        from vllm.inputs import TokensPrompt
-
         self._check_lengths(prompts)
         parameters = [self._sampling_params(sampling, seed, log_probs) for seed in seeds]
-        requests = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+        shown = images or [None] * len(prompts)
+        names = {key: _names(one) for key, one in {id(one): one for one in shown if one is not None}.items()}
+        requests = [_request(prompt, one, names.get(id(one))) for prompt, one in zip(prompts, shown, strict=True)]
         if len(parameters) != len(requests):
             raise ValueError(f"there must be one seed per prompt, got {len(parameters)} for {len(requests)}")
         try:
@@ -286,6 +300,12 @@ class VLLMEngine(RolloutEngine):
             raise
         if len(outputs) != len(requests):
             raise RuntimeError(f"vLLM must answer every request, got {len(outputs)} answers to {len(requests)}")
+        for output, prompt, one in zip(outputs, prompts, shown, strict=True):
+            if one is not None and list(output.prompt_token_ids) != list(prompt):
+                raise RuntimeError(
+                    f"vLLM made {len(output.prompt_token_ids)} tokens of a prompt with images, the trainer {len(prompt)}, or"
+                    " others: their image processors differ, use the same transformers and preprocessor_config.json"
+                )
         return [_completion(output.outputs[0], log_probs) for output in outputs]
 
     def _check_lengths(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -331,6 +351,30 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
     sizes = {1, 8, max_num_seqs}
     sizes |= {1 << k for k in range(6, max_num_seqs.bit_length())}
     return sorted(size for size in sizes if size <= max_num_seqs)
+
+
+def _takes_images(context: EngineSetup) -> bool:
+    return is_vision_language(load_config(context.model, None, context.trust_remote_code))
+
+
+def _names(images: PromptImages) -> list[str]:
+    """What vLLM's caches know the pictures by: it would hash all of their pixels again for every response."""
+    return [
+        hashlib.blake2b(p.tobytes(), digest_size=16, key=repr(p.size).encode()).hexdigest() for p in images.pictures
+    ]
+
+
+def _request(prompt: Sequence[int], images: PromptImages | None, names: list[str] | None) -> Any:
+    """Token ids; of a prompt with pictures those with one placeholder each, which vLLM expands itself."""
+    from vllm.inputs import TokensPrompt
+
+    if images is None:
+        return TokensPrompt(prompt_token_ids=list(prompt))
+    return TokensPrompt(
+        prompt_token_ids=collapsed(prompt, images),
+        multi_modal_data={"image": list(images.pictures)},
+        multi_modal_uuids={"image": names},
+    )
 
 
 def _completion(output: Any, log_probs: bool) -> Completion:

@@ -82,6 +82,20 @@ def check_version(installed: str) -> None:
         raise ImportError(f"VLLMEngine needs vllm>=0.22,<0.34, got {installed}: install a version in that range")
 
 
+def reset_encoder_cache(llm: Any) -> None:
+    """Drop the vision tower's outputs, which belong to the old weights.
+
+    Raises:
+        RuntimeError: this version has no call for it.
+    """
+    reset = getattr(llm.llm_engine.engine_core, "reset_encoder_cache", None)
+    if reset is None:
+        raise RuntimeError(
+            f"vLLM {version_installed()} cannot drop its cache of images after a weight sync: upgrade it"
+        )
+    reset()
+
+
 def is_moe(model_config: Any) -> bool:
     """A property in newer versions, to be told from the number of experts in older ones."""
     if hasattr(model_config, "is_moe"):

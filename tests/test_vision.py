@@ -1,0 +1,309 @@
+"""Vision-language models: packed and sharded against stock transformers, and whole runs from rows to a resumed checkpoint."""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from test_policy import strategy_of
+from test_runs import assert_equal_runs
+from torch.distributed.fsdp import FSDPModule
+from toy_vlm import answered, inputs_of, write_vlm
+from toys import even_tokens, spawn
+from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
+
+from lightning_rlhf import (
+    FSDPUlyssesStrategy,
+    GRPOLightningModule,
+    HFExport,
+    IterationCheckpoint,
+    PPOLightningModule,
+    PromptDataModule,
+    RolloutCallback,
+    Sampling,
+)
+from lightning_rlhf.cli import main
+from lightning_rlhf.images import ImageEncoder
+from lightning_rlhf.modules.base import KL
+from lightning_rlhf.modules.policy import build_critic, build_policy, check_model
+from lightning_rlhf.modules.settings import LoRA, ModelSettings
+from lightning_rlhf.modules.startup import check_isolation
+from lightning_rlhf.packing import pack
+from lightning_rlhf.plan import shape_of
+from lightning_rlhf.rollout import RolloutEngine
+
+TWO = {"dp2": {}, "sp2": {"sequence_parallel_size": 2}}
+
+
+def gradients_of(rank: int, folder: str, ranks: int, sizes: dict[str, int], frozen: bool, **options: Any) -> tuple:
+    """Log-probs, entropies, values, and all gradients of a loss over them, from packed and sharded models."""
+    strategy = strategy_of(ranks, **sizes)
+    settings = ModelSettings(folder, freeze_vision=frozen, **options)
+    actor, critic = build_policy(settings, strategy), build_critic(settings, strategy)
+    with torch.no_grad():
+        for parameter in critic.value_head.parameters():
+            parameter.fill_(0.1)
+    ids, lengths, images = zip(*answered(folder), strict=True)
+    mine = (
+        [[0, 1, 3], [2]][strategy.dp_rank] if strategy.dp_size > 1 else [0, 1, 2, 3]
+    )  # one data rank without pictures
+    packed = pack(
+        [ids[i] for i in mine],
+        [lengths[i] for i in mine],
+        strategy.sequence_parallel_size,
+        strategy.sp_rank,
+        [images[i] for i in mine],
+    )
+    log_probs, entropy = actor(packed, 0.7, True)
+    values = critic(packed)
+    ((log_probs.sin() + 0.3 * entropy).sum() * ranks).backward()
+    (values.square().sum() * ranks).backward()
+    grads = {n: p.grad.full_tensor() for n, p in actor.hf_named_parameters() if p.grad is not None}
+    critic_grads = {n: p.grad.full_tensor() for n, p in critic.named_parameters() if p.grad is not None}
+    outputs = {i: (log_probs[k].detach(), entropy[k].detach(), values[k].detach()) for k, i in enumerate(mine)}
+    return outputs, grads, critic_grads
+
+
+def stock(folder: str) -> tuple:
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    backbone = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval().model
+    outputs = {}
+    for i, (ids, prompt, images) in enumerate(answered(folder)):
+        shown = inputs_of(ids, images)
+        log_p = (model(ids[None], use_cache=False, **shown).logits[0, prompt - 1 : -1] / 0.7).log_softmax(-1)
+        log_probs = log_p.gather(-1, ids[prompt:, None])[:, 0]
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        hidden = backbone(ids[None], use_cache=False, **shown).last_hidden_state[0, prompt - 1 : -1]
+        values = 0.1 * hidden.sum(-1) + 0.1
+        ((log_probs.sin() + 0.3 * entropy).sum() + values.square().sum()).backward()
+        outputs[i] = (log_probs.detach(), entropy.detach(), values.detach())
+    return outputs, dict(model.named_parameters(remove_duplicate=False)), dict(backbone.named_parameters())
+
+
+def assert_equal_to_stock(results: list[tuple], folder: str, frozen: bool) -> None:
+    outputs, parameters, backbone = stock(folder)
+    trained = {n for n, p in parameters.items() if p.grad is not None and not (frozen and "visual" in n)}
+    assert any("visual" in n for n in trained) != frozen
+    seen = set()
+    for own, grads, critic_grads in results:
+        for i, values in own.items():
+            seen.add(i)
+            for got, want in zip(values, outputs[i], strict=True):
+                torch.testing.assert_close(got[: len(want)], want, rtol=1e-4, atol=1e-5)
+        assert grads.keys() == trained
+        for name, gradient in grads.items():
+            torch.testing.assert_close(gradient, parameters[name].grad, rtol=1e-4, atol=1e-5, msg=name)
+        for name, gradient in critic_grads.items():
+            if "value_head" not in name:
+                want = backbone[name.removeprefix("model.")].grad
+                torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-4, msg=name)
+    assert seen == {0, 1, 2, 3}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at its inputs
+@pytest.mark.parametrize("family", [pytest.param("qwen2_vl", marks=pytest.mark.slow), "qwen2_5_vl"])
+def test_compiled_decoder_layers_equal_the_stock_model(family, tmp_path, monkeypatch):
+    """Traced and differentiated by torch.compile, run by eager kernels."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    folder = write_vlm(tmp_path, family)
+    assert_equal_to_stock([gradients_of(0, folder, 1, {}, False, compile=True)], folder, False)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+def test_a_packed_model_equals_the_stock_model_in_value_and_gradient(family, frozen, tmp_path):
+    folder = write_vlm(tmp_path, family)
+    assert_equal_to_stock([gradients_of(0, folder, 1, {}, frozen)], folder, frozen)
+
+
+# -- whole runs ----------------------------------------------------------------------------------------------------------
+
+
+class Metrics(pl.Callback):
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.rows.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+
+
+def train(
+    folder: str,
+    ranks: int = 1,
+    sizes: dict[str, int] | None = None,
+    kind: type = PPOLightningModule,
+    steps: int = 2,
+    callbacks: tuple[pl.Callback, ...] = (),
+    resume: Path | None = None,
+    engine: RolloutEngine | None = None,
+    accelerator: str = "cpu",
+    precision: Any = "32-true",
+    **options: Any,
+) -> list[dict[str, float]]:
+    """Metrics of a run on `toy_vlm.rows`, four prompts and twelve responses an iteration."""
+    pl.seed_everything(3, verbose=False)
+    torch.set_num_threads(1)
+    metrics = Metrics()
+    sampling = Sampling(num_generations=3, max_completion_length=6)
+    trainer = pl.Trainer(
+        accelerator=accelerator,
+        precision=precision,
+        devices=ranks,
+        strategy=FSDPUlyssesStrategy(**sizes or {}),
+        max_steps=steps,
+        logger=False,
+        log_every_n_steps=1,
+        enable_checkpointing=any(isinstance(c, IterationCheckpoint) for c in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[RolloutCallback(engine, sampling=sampling, log_probs_every=1), metrics, *callbacks],
+    )
+    settings: dict[str, Any] = {"lr": 1e-3, "micro_batch_tokens": 300, "mini_batches": 2, "kl": KL(0.01)}
+    module = kind(folder, reward=[even_tokens], **settings | options)
+    data = PromptDataModule(path="toy_vlm.rows", batch_size=4)
+    trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=None if resume is None else False)
+    return metrics.rows
+
+
+def on_two_ranks(rank: int, folder: str) -> dict[str, tuple]:
+    """One start of two processes for all that is compared with one."""
+    gradients = {name: gradients_of(rank, folder, 2, sizes, False) for name, sizes in TWO.items()}
+    return {name: (gradients[name], train(folder, 2, sizes, freeze_vision=False)) for name, sizes in TWO.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_vlm(tmp_path_factory.mktemp("vlm"), "qwen2_5_vl", tied=False)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: str) -> list[dict[str, tuple]]:
+    return spawn(on_two_ranks, 2, folder)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_sharded_models_equal_the_stock_model_in_value_and_gradient(name, folder, two_ranks):
+    """With a head of its own, a trained tower, and on two data ranks one without any picture."""
+    assert_equal_to_stock([own[name][0] for own in two_ranks], folder, False)
+
+
+def test_results_depend_neither_on_the_split_nor_on_switches(folder, two_ranks):
+    one = train(folder, freeze_vision=False)
+    assert len(one) == 2
+    assert all(row["rollout/logprob_diff_mean"] < 1e-5 and row["rollout/logprob_diff_max"] < 1e-4 for row in one)
+    assert one[0]["rollout/checksum_ok"] == 1.0
+    for name in TWO:
+        for own in two_ranks:
+            assert_equal_runs(one, own[name][1])
+    switches = {"gradient_checkpointing": "selective", "tiled_mlp": 40, "offload_activations": True}
+    switches |= {"offload_reference": True, "micro_batch_tokens": 5000}
+    assert_equal_runs(one, train(folder, freeze_vision=False, **switches))
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+def test_a_run_resumes_where_its_checkpoint_was_written_and_exports_a_model(frozen, folder, tmp_path):
+    options = {"kind": GRPOLightningModule, "freeze_vision": frozen}
+    save = IterationCheckpoint(tmp_path / "ck", every_n_train_steps=1, save_top_k=-1)
+    whole = train(folder, callbacks=(save, HFExport(dirpath=tmp_path / "hf")), **options)
+    again = IterationCheckpoint(tmp_path / "ck", every_n_train_steps=1, save_top_k=-1)
+    rest = train(folder, callbacks=(again,), resume=tmp_path / "ck/iteration-000001.ckpt", **options)
+    assert_equal_runs(whole[1:], rest, 1e-7)
+    assert max(row["rollout/logprob_diff_mean"] for row in whole) < 1e-5
+    (exported,) = (tmp_path / "hf").iterdir()
+    before, after = (
+        AutoModelForImageTextToText.from_pretrained(path, dtype=torch.bfloat16) for path in (folder, exported)
+    )
+    moved = {n for n, p in after.named_parameters() if not torch.equal(p, before.get_parameter(n))}
+    assert any("language_model" in n for n in moved)
+    assert any("visual" in n for n in moved) != frozen
+    assert ImageEncoder.load(str(exported)) is not None
+
+
+def test_a_text_critic_beside_a_vision_language_policy_is_refused(folder, tmp_path):
+    config = LlamaConfig(
+        vocab_size=262, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"the prompts have images, LlamaModel is a text model"):
+        train(folder, critic=str(tmp_path))
+
+
+def test_a_text_model_has_no_tower_to_train():
+    with pytest.raises(ValueError, match=r"freeze_vision: false needs a vision-language model, qwen2 takes text only"):
+        build_policy(ModelSettings("random:tiny", freeze_vision=False), strategy_of(1))
+
+
+REFUSED = {
+    "lora": ({"lora": LoRA()}, r"model\.lora is for text models, qwen2_5_vl is a vision-language model: leave it out"),
+    "liger": ({"liger": True}, r"model\.liger is for text models, qwen2_5_vl is a vision-language model"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_for_text_models_is_refused_before_weights_are_loaded(name, folder):
+    options, message = REFUSED[name]
+    settings = ModelSettings(folder, **options)
+    with pytest.raises(NotImplementedError, match=message):
+        check_model(settings, strategy_of(1))
+    with pytest.raises(NotImplementedError, match=message):
+        train(folder, **options)
+
+
+def test_a_decoder_that_mixes_packed_neighbours_is_found_at_the_start(folder):
+    strategy = strategy_of(1)
+    actor = build_policy(ModelSettings(folder), strategy)
+    assert check_isolation(actor, strategy, lambda packed: actor(packed, 1.0), "actor") < 1e-5
+    actor.layers[0].register_forward_hook(lambda _, args, output: output + 0.5 * output.roll(1, dims=1))
+    with pytest.raises(NotImplementedError, match="Qwen2_5_VLForConditionalGeneration cannot be packed"):
+        check_isolation(actor, strategy, lambda packed: actor(packed, 1.0), "actor")
+
+
+# -- the plan ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", [True, False], ids=["policy", "critic"])
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+def test_the_plan_counts_what_is_built(head, frozen, folder):
+    settings, strategy = ModelSettings(folder, freeze_vision=frozen), strategy_of(1)
+    root: Any = build_policy(settings, strategy) if head else build_critic(settings, strategy)
+    shape = shape_of(settings.config, torch.float32, head=head, freeze_vision=frozen)
+    assert shape.parameters == sum(p.numel() for p in root.parameters())
+    assert shape.trained_shard(1) == sum(p.numel() for p in root.parameters() if p.requires_grad)
+    assert shape.layers == len(root.layers)
+    groups = [own for m in root.modules() if isinstance(m, FSDPModule) and (own := _own_elements(m))]
+    assert sorted(groups) == sorted([*shape.units, shape.root])
+
+
+def _own_elements(unit: FSDPModule) -> int:
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return sum(p.sharded_param.numel() for p in group.fsdp_params) if group else 0
+
+
+def test_a_run_with_pictures_is_planned(folder, capsys):
+    config = str(Path(__file__).parent.parent / "configs" / "ppo.yaml")
+    main(["plan", "--config", config, f"--model.model={folder}", "--devices=2", "--data.max_prompt_length=512"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "0.1 M parameters; trains actor + critic" in out
+    assert "error" not in out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["TransformersEngine", "VLLMEngine"])
+def test_engine_and_trainer_agree_on_pictures_on_a_gpu(engine, tmp_path):
+    folder = write_vlm(tmp_path, "qwen2_5_vl", tied=False, noise=0.02)
+    engines = importlib.import_module("lightning_rlhf.rollout")
+    for frozen in (True, False):
+        rows = train(
+            folder,
+            accelerator="cuda",
+            precision="bf16-mixed",
+            engine=getattr(engines, engine)(),
+            freeze_vision=frozen,
+            offload_reference=not frozen,
+        )
+        assert all(0.0 < row["rollout/logprob_diff_mean"] < 0.05 for row in rows)
