@@ -29,8 +29,9 @@ from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.modules.base import KL, RLHFLightningModule
 from lightning_rlhf.modules.ppo import PPOLightningModule
 from lightning_rlhf.modules.settings import LoRA, ModelSettings
-from lightning_rlhf.plan.offline import plan_offline
+from lightning_rlhf.plan.offline import plan_offline, precision_name
 from lightning_rlhf.plan.table import full, show
+from lightning_rlhf.strategy import FSDP2Precision
 from lightning_rlhf.types import Sampling
 
 OBSERVERS = ("Throughput", "Memory", "Samples", "IterationCheckpoint")
@@ -173,6 +174,7 @@ class RLHFCLI(LightningCLI):
             except Exception as error:  # whatever the user's module raises
                 raise ValueError(f"imports: {name!r} cannot be imported: {type(error).__name__}: {error}") from error
         trainer = self.config[self.subcommand].trainer
+        FSDP2Precision(precision_name(trainer.get("precision")))  # Lightning's own refusal recommends others
         for theirs, default, ours in (
             ("gradient_clip_val", None, "max_grad_norm"),
             ("accumulate_grad_batches", 1, "micro_batch_tokens"),
@@ -238,7 +240,9 @@ def fail(message: str, code: int = 1, *, own: bool = False) -> NoReturn:
     rank = _rank()
     if rank == 0 or own:
         where = f" (rank {rank})" if rank else ""
-        print(f"lightning-rlhf: error{where}: {' '.join(readable(message).split())}", file=sys.stderr, flush=True)
+        # one write: several processes may speak at once
+        sys.stderr.write(f"lightning-rlhf: error{where}: {' '.join(readable(message).split())}\n")
+        sys.stderr.flush()
     sys.exit(code)
 
 
@@ -280,4 +284,5 @@ def run(cli: type[CLI], args: Sequence[str] | None = None) -> CLI:
     ) as error:
         if cli.progress.started or os.environ.get("LIGHTNING_RLHF_TRACEBACK"):
             raise
-        fail(f"{error}" or type(error).__name__, own=isinstance(error, RuntimeError | OSError))
+        own = isinstance(error, RuntimeError | OSError) and not isinstance(error, FileNotFoundError)
+        fail(f"{error}" or type(error).__name__, own=own)

@@ -26,6 +26,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -249,9 +250,17 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
 
     # -- sharding and loading ----------------------------------------------------------------------
 
-    def shard(self, root: nn.Module, units: list[nn.Module], frozen: bool = False, on_host: bool = False) -> None:
+    def shard(
+        self,
+        root: nn.Module,
+        units: list[nn.Module],
+        layers: list[nn.Module] | None = None,
+        frozen: bool = False,
+        on_host: bool = False,
+    ) -> None:
         """Make ``root`` an FSDP2 root with ``units`` (decoder layers, an untied head, a value head) as groups of their own.
 
+        ``layers`` are those of the units that run one after the other, in their order: the ones that are prefetched.
         Everything in one unit that trains must have one dtype. A frozen root keeps its own dtype and is gathered layer by
         layer; a float32 unit inside a bf16-mixed root can be sharded beforehand with its own policy (`shard_float32`).
         With ``on_host`` the shards live in host memory, pinned on CUDA, and travel to the device when they are gathered.
@@ -264,7 +273,7 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         for unit in units:
             fully_shard(unit, **options, reshard_after_forward=True if reshard is None else reshard)
         fully_shard(root, **options, reshard_after_forward=reshard)
-        self._prefetch([unit for unit in units if not isinstance(unit, nn.Linear | nn.Embedding)])
+        self._prefetch(layers or [])
         if self.root_device.type == "cpu":  # gloo cannot average
             for module in root.modules():
                 if isinstance(module, FSDPModule):
@@ -369,8 +378,19 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
             # a fresh optimizer names all parameters; one that had no gradient yet (critic warm-up) has no state to load
             names = set(metadata[_STATES][i])
             own = state[f"optimizer_{i}"]
+            if other := sorted(names - own["state"].keys()):
+                raise ValueError(
+                    f"{path!r} was written by a run that trained {other[0]!r} and {len(other) - 1} more parameters that this"
+                    " one does not: resume with the model options it was written with"
+                )
             own["state"] = {name: entry for name, entry in own["state"].items() if name in names}
-        dcp.load(state, checkpoint_id=path)
+        try:
+            dcp.load(state, checkpoint_id=path)
+        except CheckpointException as error:
+            reason = next((str(e) for e, _ in error.failures.values()), str(error)).splitlines()[0]
+            raise ValueError(
+                f"{path!r} does not fit this run ({reason}): resume with the model options it was written with"
+            ) from error
         partial = StateDictOptions(strict=False)
         set_model_state_dict(self.model, state["state_dict"], options=partial)
         for i, optimizer in enumerate(self.optimizers):

@@ -92,6 +92,9 @@ class Actor(nn.Module):
     def hf_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.model.named_parameters(remove_duplicate=False)
 
+    def hf_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ()
+
 
 class Toy(pl.LightningModule):
     """What the callbacks read of an RL module, with an optimizer step per batch."""
@@ -480,6 +483,16 @@ def test_last_is_the_latest_complete_checkpoint(tmp_path: Path) -> None:
     assert latest_complete(str(tmp_path)) == str(tmp_path / "a.ckpt")
     (tmp_path / "one_file.ckpt").touch()
     assert latest_complete(str(tmp_path)) == str(tmp_path / "one_file.ckpt")
+
+
+def test_last_is_found_in_the_earlier_runs_of_the_same_logger(tmp_path: Path, tokenizer: Any) -> None:
+    """Each run has a version folder of its own; the one that is resumed is the newest with a complete checkpoint."""
+    fit(Toy(tokenizer), tmp_path, [IterationCheckpoint(every_n_train_steps=2)], 4, max_steps=2)
+    (tmp_path / "run/version_1/checkpoints/iteration-000009.ckpt").mkdir(parents=True)  # interrupted
+    toy = Toy(tokenizer)
+    trainer = fit(toy, tmp_path, [IterationCheckpoint(every_n_train_steps=2)], 4, max_steps=4, ckpt_path="last")
+    assert Path(trainer.logger.log_dir).name == "version_2"
+    assert [step for _, _, step in toy.seen] == [3, 4]
 
 
 def test_last_is_found_on_another_file_system() -> None:

@@ -115,6 +115,9 @@ def save(kind: str, folder: Path) -> str:
                 parameter.copy_(torch.randn_like(parameter) * 1.5 * parameter.shape[-1] ** -0.5)
             else:
                 parameter.add_(0.3 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict():  # what a router adds to its scores
+                buffer.add_(torch.randn_like(buffer))
     model.save_pretrained(folder / kind)
     return str(folder / kind)
 

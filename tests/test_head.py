@@ -212,7 +212,7 @@ def test_an_adapter_on_the_head_is_refused():
 
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, tie_word_embeddings=False))
     inject_adapter_in_model(LoraConfig(target_modules=["q_proj", "lm_head"]), model)
-    with pytest.raises(NotImplementedError, match=r"the head out of the adapter's target_modules"):
+    with pytest.raises(NotImplementedError, match="it must be a plain nn"):
         LogProbHead.replace(model)
 
 

@@ -60,7 +60,7 @@ ALLOWED = {
         "ulysses",
     },
     "callbacks": {"rollout", "types", "images", "phases", "flops", "hf_config", "plan"},
-    "cli": {"callbacks", "data", "modules", "plan", "types"},
+    "cli": {"callbacks", "data", "modules", "plan", "strategy", "types"},
     "__main__": {"cli"},
     "__init__": {"callbacks", "data", "modules", "packing", "strategy", "types", "rollout"},
 }

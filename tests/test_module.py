@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from toys import TINY_MODULE, even_tokens, fit
 
-from lightning_rlhf import GRPOLightningModule, PPOLightningModule
-from lightning_rlhf.rollout import TransformersEngine
+from lightning_rlhf import GRPOLightningModule, IterationCheckpoint, LoRA, PPOLightningModule
 from lightning_rlhf.types import Experience
 
 pytestmark = pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
@@ -117,29 +115,28 @@ def test_truncated_responses_teach_nothing_when_they_are_masked(tmp_path):
     assert plain[0]["actor/grad_norm"] > 0.0
 
 
-class Spy(TransformersEngine):
-    """Notes where the optimizer's moments are while it generates."""
-
-    devices: set[str]
-    trainer: pl.Trainer
-
-    def generate(self, *args, **kwargs):
-        states = [s for o in self.trainer.optimizers for s in o.state.values()]
-        self.devices |= {s["exp_avg"].device.type for s in states}
-        return super().generate(*args, **kwargs)
+def test_a_checkpoint_of_other_models_is_refused_in_one_line(tmp_path):
+    saver = IterationCheckpoint(dirpath=str(tmp_path / "ck"))
+    fit(PPOLightningModule(**COMMON), tmp_path / "ppo", 1, callbacks=[saver])
+    (checkpoint,) = (tmp_path / "ck").iterdir()
+    for module in (GRPOLightningModule(**COMMON), PPOLightningModule(**COMMON, lora=LoRA(r=4))):
+        with pytest.raises(ValueError, match="resume with the model options it was written with"):
+            fit(module, tmp_path / "other", 2, ckpt_path=str(checkpoint))
 
 
-@pytest.mark.gpu
-def test_an_offloaded_optimizer_is_on_the_host_during_rollouts_and_changes_no_result(tmp_path):
-    results = {}
-    for offload in (False, True):
-        engine, module = Spy(), PPOLightningModule(**COMMON)
-        engine.devices = set()
-        module.on_fit_start = lambda engine=engine, module=module: setattr(engine, "trainer", module.trainer)
-        options = {"engine": engine, "offload_optimizer": offload}
-        results[offload] = fit(module, tmp_path / str(offload), 3, options, accelerator="gpu", num_generations=2)
-        assert engine.devices == {"cpu" if offload else "cuda"}
-    for kept, moved in zip(results[False], results[True], strict=True):
-        assert {k: v for k, v in kept.items() if k.startswith(("actor/", "critic/", "reward/"))} == pytest.approx(
-            {k: v for k, v in moved.items() if k.startswith(("actor/", "critic/", "reward/"))}, rel=1e-6
-        )
+def test_what_is_said_of_the_policy_does_not_change_another_critic(tmp_path):
+    """Overrides and names of layers are those of one model."""
+    lora = LoRA(r=4, target_modules=["q_proj"], modules_to_save=["norm"])
+    module = PPOLightningModule(
+        **COMMON, critic="another/model", lora=lora, config_overrides={"rope_parameters": {"rope_theta": 1e6}}
+    )
+    critic = module.roles["critic"]
+    assert (critic.model, critic.config_overrides) == ("another/model", None)
+    assert critic.lora == LoRA(r=4)
+    same = PPOLightningModule(**COMMON, lora=lora)
+    assert same.roles["critic"] == same.settings
+
+
+def test_a_reference_that_is_not_there_is_not_offloaded_in_silence():
+    with pytest.warns(UserWarning, match=r"model\.offload_reference moves nothing: model\.kl\.coef is 0"):
+        GRPOLightningModule(**COMMON, offload_reference=True)

@@ -40,7 +40,8 @@ def _enter(rank: int, world: int, port: int, function: Callable[..., Any], args:
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world)
     )
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    meeting = f"file://{results}/meeting"  # a port that was free when it was chosen may be taken by now
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
     try:
         torch.save(function(rank, *args), f"{results}/{rank}")
     finally:
@@ -80,7 +81,7 @@ def fit(
         precision=precision,
         logger=CSVLogger(str(folder), name="", version=""),
         log_every_n_steps=1,
-        enable_checkpointing=False,
+        enable_checkpointing=any(isinstance(c, pl.callbacks.ModelCheckpoint) for c in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[

@@ -8,6 +8,7 @@ or after a validation loop.
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Iterator
@@ -124,8 +125,25 @@ class IterationCheckpoint(ModelCheckpoint):
             super()._save_checkpoint(trainer, filepath)
 
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
-        latest = latest_complete(str(self._ModelCheckpoint__resolve_ckpt_dir(trainer)))  # type: ignore[attr-defined]
+        folder = str(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+        latest = latest_complete(folder) or _latest_of_versions(folder)
         return set() if latest is None else {latest}
+
+
+def _latest_of_versions(folder: str) -> str | None:
+    """The newest checkpoint of the earlier runs of a logger: ``folder`` is .../name/version_7/checkpoints."""
+    parts = re.fullmatch(r"(.+)/version_\d+/([^/]+)", folder.rstrip("/"))
+    if parts is None:
+        return None
+    name, inside = parts[1], parts[2]
+    fs, root = url_to_fs(name)
+    if not fs.isdir(root):
+        return None
+    numbers = [entry.rpartition("version_")[2] for entry in fs.ls(root, detail=False)]
+    for number in sorted((int(n) for n in numbers if n.isdigit()), reverse=True):
+        if latest := latest_complete(f"{name}/version_{number}/{inside}"):
+            return latest
+    return None
 
 
 def latest_complete(dirpath: str) -> str | None:

@@ -107,6 +107,7 @@ def export(
         weights = _gather_on_first_rank(actor.adapter.named_parameters(), None, keep)
     else:
         weights = _gather_on_first_rank(actor.hf_named_parameters(), torch.bfloat16, keep)
+        weights |= {name: buffer.cpu() for name, buffer in actor.hf_named_buffers()}
     failure = None
     if strategy.is_global_zero:
         try:

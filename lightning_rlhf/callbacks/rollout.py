@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
@@ -190,8 +191,9 @@ class RolloutCallback(pl.Callback):
         module.strategy.reshard(module.actor)
         verify = self.verify_sync_every > 0 and self._syncs % self.verify_sync_every == 0
         self._syncs += 1
-        weights: Iterable[tuple[str, Tensor]] = gather(
-            module.actor.hf_named_parameters(), module.strategy.precision_plugin.compute_dtype
+        dtype = module.strategy.precision_plugin.compute_dtype
+        weights: Iterable[tuple[str, Tensor]] = chain(
+            gather(module.actor.hf_named_parameters(), dtype), module.actor.hf_named_buffers()
         )
         sent = with_checksum(weights) if verify else None
         self.engine.load_weights(sent or weights, module.weight_version)

@@ -27,6 +27,7 @@ from jaxtyping import Float
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.core.optimizer import do_nothing_closure
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_rlhf.flops import Passes, dims_of, frozen
@@ -179,6 +180,9 @@ class RLHFLightningModule(pl.LightningModule):
         self._validation: dict[int, ValidationMetrics] = {}
         # what callbacks add to an iteration's metrics, and what they may read of the last one
         self.extra_metrics: dict[str, float] = {}
+        if self.settings.offload_reference and (self.settings.lora is not None or not self.needs_reference):
+            why = "model.kl.coef is 0" if not self.needs_reference else "model.lora is set"
+            rank_zero_warn(f"model.offload_reference moves nothing: {why}, so no reference is loaded")
         self.last_experience: Experience
         self.last_scores: Scores
         self.packing: dict[str, int] = {}
@@ -267,7 +271,8 @@ class RLHFLightningModule(pl.LightningModule):
 
     def check_models(self) -> int:
         """Refuse models that cannot be trained here before any weights are loaded; returns the longest sequence they take."""
-        return min(check_model(settings, self.strategy) for settings in set(self.roles.values()))
+        roles = {(settings, name == "critic") for name, settings in self.roles.items()}
+        return min(check_model(settings, self.strategy, critic=critic) for settings, critic in roles)
 
     @property
     def roles(self) -> dict[str, ModelSettings]:
@@ -435,8 +440,8 @@ class RLHFLightningModule(pl.LightningModule):
             for rows in mini_batches(responses, self.mini_batches, self.seed, iteration, epoch)
         ]
         for number, rows in enumerate(steps, 1):
-            weights = torch.zeros_like(experience.mask)
-            weights[rows] = token_weights(experience.mask[rows], self.aggregation, experience.max_length)
+            weights, chosen = torch.zeros_like(experience.mask), torch.tensor(rows, device=self.device)
+            weights[chosen] = token_weights(experience.mask[chosen], self.aggregation, experience.max_length)
             batches, spent = micro_batches(experience, rows, self.split)
             self.packing["real_tokens"] += sum(len(experience.sequences[i]) for i in rows)
             self.packing["padded_tokens"] += spent
@@ -596,6 +601,9 @@ def _function(name: str | Callable[..., Any], module: ModuleType, key: str) -> C
     try:
         found = getattr(import_module(source) if source else module, attribute)
     except (ImportError, AttributeError):
-        public = [n for n, f in vars(module).items() if getattr(f, "__module__", "") == module.__name__ and n[0] != "_"]
+        takes_all = [
+            n for n, f in vars(module).items() if inspect.isfunction(f) and "_" in inspect.signature(f).parameters
+        ]
+        public = [n for n in takes_all if vars(module)[n].__module__ == module.__name__ and n[0] != "_"]
         raise ValueError(f"{key}: there is no {name!r}; built in: {', '.join(public)}, or a dotted path") from None
     return found

@@ -44,6 +44,28 @@ def check_execution(settings: ModelSettings, device: torch.device, config: Any) 
         raise NotImplementedError(f"model.liger: Liger has no kernels for {config.model_type}, set it to false")
 
 
+def check_layers(model: nn.Module, layers: list[nn.Module], settings: ModelSettings) -> None:
+    """Refuse switches that a model's layers cannot take.
+
+    Raises:
+        NotImplementedError: the model does not say what its layers are, or has no MLP that can be tiled.
+    """
+    per_layer = [settings.tiled_mlp, settings.recomputed != "off", settings.compile, settings.offload_activations]
+    if any(per_layer) and not layers:
+        raise NotImplementedError(
+            f"{type(model).__name__} does not name its layers (_no_split_modules): gradient_checkpointing, tiled_mlp, compile"
+            " and offload_activations of model cannot be used"
+        )
+    for layer in layers if settings.tiled_mlp is not None else []:
+        mlp = getattr(layer, "mlp", None)
+        if mlp is None:
+            raise NotImplementedError(f"model.tiled_mlp: {type(layer).__name__} has no mlp, set it to null")
+        if any(hasattr(module, "experts") for module in mlp.modules()):
+            raise NotImplementedError(
+                f"model.tiled_mlp: {type(mlp).__name__} routes tokens to experts and cannot be tiled, set it to null"
+            )
+
+
 def apply_execution(
     model: nn.Module, layers: list[nn.Module], settings: ModelSettings, device: torch.device, trained: bool
 ) -> None:
@@ -55,14 +77,9 @@ def apply_execution(
         trained: False for a model that never runs backward: nothing is saved, so nothing is recomputed or offloaded.
 
     Raises:
-        NotImplementedError: the model does not say what its layers are, or has no MLP that can be tiled.
+        NotImplementedError: see `check_layers`.
     """
-    per_layer = [settings.tiled_mlp, settings.recomputed != "off", settings.compile, settings.offload_activations]
-    if any(per_layer) and not layers:
-        raise NotImplementedError(
-            f"{type(model).__name__} does not name its layers (_no_split_modules): gradient_checkpointing, tiled_mlp, compile"
-            " and offload_activations of model cannot be used"
-        )
+    check_layers(model, layers, settings)
     if settings.liger:
         _use_liger(model)
     if settings.tiled_mlp is not None:
@@ -133,13 +150,7 @@ def _tile_mlp(layer: nn.Module, tokens: int) -> None:
 
     A weight is used once per tile inside one forward, so autograd sums its gradient before FSDP2 sees it.
     """
-    mlp = getattr(layer, "mlp", None)
-    if mlp is None:
-        raise NotImplementedError(f"model.tiled_mlp: {type(layer).__name__} has no mlp, set it to null")
-    if any(hasattr(module, "experts") for module in mlp.modules()):
-        raise NotImplementedError(
-            f"model.tiled_mlp: {type(mlp).__name__} routes tokens to experts and cannot be tiled, set it to null"
-        )
+    mlp: Any = layer.mlp
     whole = mlp.forward
 
     def tiled(hidden: Tensor) -> Tensor:
@@ -160,11 +171,11 @@ def _tile_mlp(layer: nn.Module, tokens: int) -> None:
 def _compile(layers: list[nn.Module], fullgraph: bool) -> None:
     """`torch.compile` of each layer's forward with the number of tokens and of sequences as symbols.
 
-    All layers share dynamo's cache, so streams of any length run one graph per kind of pass (with and without gradients,
-    reference in bfloat16, sliding and full attention), and one more once the longest sequence changes its power of two. That
-    may be more than dynamo's default of 8.
+    All layers share dynamo's cache, so streams of any length run one graph per kind of pass, and one more once the longest
+    sequence changes its power of two. Kinds multiply: with and without gradients, an adapter on or off, a reference in
+    bfloat16, a critic of another width, sliding and full attention, streams of one token: more than dynamo's default of 8.
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
     for layer in layers:
         layer.forward = _along_stream(torch.compile(layer.forward, fullgraph=fullgraph))
 

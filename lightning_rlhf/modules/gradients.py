@@ -18,7 +18,9 @@ def clip_roles(groups: list[dict[str, Any]], max_norm: float | None) -> dict[str
     """
     norms = [torch.nn.utils.clip_grad_norm_(group["params"], max_norm or float("inf")) for group in groups]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    finite = torch.stack(norms).isfinite().tolist()  # the one time that an optimizer step waits for the device
+    device = groups[0]["params"][0].device
+    norms = [norm.to(device) for norm in norms]  # of a group without any gradient it is on the CPU
+    finite = torch.stack(norms).isfinite().tolist()  # one wait for the device for all roles
     for group, good in zip(groups, finite, strict=True):
         if not good:
             for parameter in group["params"]:

@@ -239,14 +239,13 @@ class LogProbHead(nn.Linear):
         """Swap the head of a transformers causal LM, taking over the logit post-processing that the model does itself.
 
         Raises:
-            NotImplementedError: the head is no plain linear layer (an adapter on it would be ignored), it is not the only
-                thing after the backbone, or the model cuts logits off.
+            NotImplementedError: the head is no plain linear layer, it is not the only thing after the backbone, or the
+                model cuts logits off.
         """
         old = model.get_output_embeddings()  # type: ignore[operator]
         if type(old) is not nn.Linear:
             raise NotImplementedError(
-                f"the language-model head is a {type(old).__name__}, it must be a plain nn.Linear: leave the head out of"
-                " the adapter's target_modules and modules_to_save"
+                f"the language-model head is a {type(old).__name__}, it must be a plain nn.Linear: take another model"
             )
         others = [name for name, child in model.named_children() if child is not old and child is not model.base_model]
         if others:

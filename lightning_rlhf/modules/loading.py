@@ -71,6 +71,10 @@ def load_pretrained(
             seen[id(parameter)] = name
             state[known_as] = wanted[name]
     missing = [n for n, p in root.named_parameters() if n in wanted and id(p) not in seen]
+    for name, _ in root.named_buffers():  # the persistent ones: a router's correction of its scores, for instance
+        known_as = hf_name(name) if hf_name(name) in stored else original_name(hf_name(name))
+        if name in wanted and known_as in stored:
+            state[known_as] = wanted[name]
     if not missing:
         dcp.load(state, storage_reader=HuggingFaceStorageReader(settings.path))
     else:
@@ -111,7 +115,7 @@ def _broadcast_pretrained(
 def _full_state(
     root: nn.Module, settings: ModelSettings, hf_name: Callable[[str], str], skip: tuple[str, ...]
 ) -> dict[str, Tensor]:
-    """All of ``root``'s parameters as transformers loads them, in ``root``'s names and dtypes."""
+    """All of ``root``'s parameters and persistent buffers as transformers loads them, in ``root``'s names and dtypes."""
     config = deepcopy(settings.config)
     model = auto_class(config).from_pretrained(
         settings.path, config=config, dtype=torch.float32, trust_remote_code=settings.trust_remote_code
@@ -121,4 +125,5 @@ def _full_state(
     lost = sorted(n for n in own if hf_name(n) not in source)
     if lost:
         raise KeyError(f"the checkpoint has no {', '.join(map(hf_name, lost[:3]))}")
+    own |= {n: b.dtype for n, b in root.named_buffers() if hf_name(n) in source}
     return {n: source[hf_name(n)].to(dtype) for n, dtype in own.items()}

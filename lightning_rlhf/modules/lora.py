@@ -176,7 +176,7 @@ def _layers(model: nn.Module) -> list[Any]:
         if type(layer) is not Linear:
             raise NotImplementedError(
                 f"model.lora.target_modules: {name} is no linear layer ({type(layer.get_base_layer()).__name__}): name"
-                " linear layers only"
+                " linear layers only, of a mixture of experts for example [q_proj, k_proj, v_proj, o_proj]"
             )
     return list(layers.values())
 

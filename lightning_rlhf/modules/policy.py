@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_rlhf.hf_config import check_class
 from lightning_rlhf.images import auto_class, is_vision_language
-from lightning_rlhf.modules.execution import apply_execution, bucketed, check_execution
+from lightning_rlhf.modules.execution import apply_execution, bucketed, check_execution, check_layers
 from lightning_rlhf.modules.head import LogProbHead
 from lightning_rlhf.modules.loading import load_pretrained, meta_parameters
 from lightning_rlhf.modules.lora import Adapter, hf_name
@@ -83,7 +83,7 @@ class _PackedModel(nn.Module):
         """Make this an FSDP2 root, see `FSDPUlyssesStrategy.shard`."""
         if self.sees:
             shard_tower(self.backbone.visual, strategy, on_host)
-        strategy.shard(self, self.units, frozen=frozen, on_host=on_host)  # type: ignore[arg-type]  # of the subclasses
+        strategy.shard(self, self.units, self.layers, frozen=frozen, on_host=on_host)  # type: ignore[arg-type]  # of the subclasses
 
     def inputs(self, packed: Packed) -> dict[str, Any]:
         """Arguments of the decoder, or of the whole transformers model, for this rank's piece of the stream.
@@ -164,6 +164,11 @@ class Policy(_PackedModel):
         else:
             yield from self.model.named_parameters(remove_duplicate=False)
 
+    def hf_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(transformers name, tensor) of what belongs to the weights and is not trained, in its own dtype."""
+        kept = self.model.state_dict().keys()
+        yield from ((hf_name(name), buffer) for name, buffer in self.model.named_buffers() if name in kept)
+
     @property
     def units(self) -> list[nn.Module]:
         """FSDP groups besides the root; a tied embedding stays in the root's."""
@@ -194,14 +199,16 @@ class Critic(_PackedModel):
         return self.layers
 
 
-def check_model(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> int:
+def check_model(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, critic: bool = False) -> int:
     """Refuse a model that cannot be trained here, before its weights are loaded; returns the longest sequence it takes.
 
     Raises:
         NotImplementedError: the model.
         ValueError: the attention kernel.
     """
-    text = _policy_on_meta(settings, strategy, frozen=False).model.config.get_text_config()  # type: ignore[union-attr,operator]
+    root = _critic_on_meta(settings, strategy)[0] if critic else _policy_on_meta(settings, strategy, frozen=False)
+    check_layers(root.model, root.layers, settings)
+    text = root.model.config.get_text_config()  # type: ignore[union-attr,operator]
     limits = (getattr(text, "max_position_embeddings", None), position_limit(text))
     return min(limit or 2**31 for limit in limits)
 
@@ -231,13 +238,7 @@ def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, seed
 
     With LoRA the backbone is frozen and has an adapter of its own, which starts anew; the value head is trained as ever.
     """
-    with meta_parameters():
-        causal = _causal_lm(settings, _stored_dtype(settings, strategy), strategy)
-        critic = Critic(causal.base_model, strategy, settings)  # type: ignore[arg-type]
-        if settings.lora is not None:
-            fresh = replace(settings.lora, adapter=None)
-            critic.adapter = Adapter(causal, fresh, strategy.precision_plugin.param_dtype, part=critic.model)
-    prefix = f"{causal.base_model_prefix}."
+    critic, prefix = _critic_on_meta(settings, strategy)
     apply_execution(critic.model, critic.layers, settings, strategy.root_device, trained=True)
     strategy.shard_float32(critic.value_head)
     critic.shard(strategy)
@@ -262,6 +263,17 @@ def _policy_on_meta(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, f
         if settings.lora is not None and not frozen:
             policy.adapter = Adapter(model, settings.lora, strategy.precision_plugin.param_dtype, settings.source)
     return policy
+
+
+def _critic_on_meta(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> tuple[Critic, str]:
+    """Also what the checkpoint puts before the names of the backbone."""
+    with meta_parameters():
+        causal = _causal_lm(settings, _stored_dtype(settings, strategy), strategy)
+        critic = Critic(causal.base_model, strategy, settings)  # type: ignore[arg-type]
+        if settings.lora is not None:
+            fresh = replace(settings.lora, adapter=None)
+            critic.adapter = Adapter(causal, fresh, strategy.precision_plugin.param_dtype, part=critic.model)
+    return critic, f"{causal.base_model_prefix}."
 
 
 def _stored_dtype(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> torch.dtype:

@@ -27,7 +27,8 @@ class PPOLightningModule(RLHFLightningModule):
     """PPO (Schulman et al. 2017, arXiv:1707.06347): actor, critic and, with ``kl``, a frozen reference.
 
     Args:
-        critic: local folder or hub id that the critic's backbone starts from; default the policy's.
+        critic: local folder or hub id that the critic's backbone starts from; default the policy's. Of another model
+            ``config_overrides`` do not count, and with ``lora`` all of its linear layers have an adapter.
         critic_lr: learning rate of the critic.
         critic_warmup: iterations at the start in which only the critic is trained.
         gamma: discount per token.
@@ -70,7 +71,13 @@ class PPOLightningModule(RLHFLightningModule):
 
     @property
     def roles(self) -> dict[str, ModelSettings]:
-        return super().roles | {"critic": replace(self.settings, model=self.critic_model)}
+        own = self.settings
+        if (
+            self.critic_model != own.model
+        ):  # what was said of the policy's config and layers does not hold for another model
+            everywhere = own.lora and replace(own.lora, target_modules="all-linear", modules_to_save=None, adapter=None)
+            own = replace(own, model=self.critic_model, config_overrides=None, lora=everywhere)
+        return super().roles | {"critic": own}
 
     @property
     def learning_rates(self) -> dict[str, float]:

@@ -110,7 +110,9 @@ def make_plan(
         offload_activations=settings.offload_activations,
         recomputed=settings.recomputed,
         sleep_level=rollout.sleep_level,
-        evaluates=module.needs_old_log_probs or len(roles) > 1,
+        evaluates=module.needs_old_log_probs or module.needs_reference or len(roles) > 1,
+        keeps_gathered=run.strategy.reshard_after_forward is False,
+        prefetch=run.strategy.prefetch,
     )
     size = run.compute_dtype.itemsize
     in_flight = -(-(run.prompts or 1) // run.data_ranks) * run.num_generations

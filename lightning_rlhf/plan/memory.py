@@ -66,6 +66,8 @@ class Options:
         recomputed: which layers are run again in backward, see `ModelSettings`.
         sleep_level: of the engine between rollouts.
         evaluates: there is a pass without gradients before the update.
+        keeps_gathered: trained models stay gathered until the optimizer's step.
+        prefetch: layers that are gathered ahead.
     """
 
     optimizer_bytes: float
@@ -76,6 +78,8 @@ class Options:
     recomputed: str
     sleep_level: int
     evaluates: bool
+    keeps_gathered: bool = False
+    prefetch: int = 0
 
 
 def phases(run: Run, roles: list[Role], options: Options, engine: EngineMemory) -> list[Phase]:
@@ -136,9 +140,14 @@ def _transients(run: Run, role: Role, options: Options, *, backward: bool) -> di
     rows = -(-tokens * run.response_length // run.longest)
     tile = min(4 * rows * shape.vocabulary, LogProbHead.tile_bytes)
     unit = max(shape.units, default=0)
+    ahead = 2 + options.prefetch
     if not backward:
         size = size if role.trained else 2
-        return {"working": max(tile, layer), "gathered": size * (shape.root + 2 * unit)}
+        whole = options.keeps_gathered and role.trained
+        return {
+            "working": max(tile, layer),
+            "gathered": size * (shape.parameters if whole else shape.root + ahead * unit),
+        }
     input_bytes = shape.hidden * size
     plain, again = float(shape.layers), 0.0  # layers that keep everything, and those that are run again
     if options.recomputed != "off":
@@ -154,7 +163,9 @@ def _transients(run: Run, role: Role, options: Options, *, backward: bool) -> di
     return {
         "activations": int(tokens * kept) + kept_rows,
         "working": max(head, layer * (2 if again else 1)),
-        "gathered": size * 2 * shape.root + (3 * size + 4) * unit,
+        "gathered": size * (shape.parameters if options.keeps_gathered else shape.root + ahead * unit)
+        + size * shape.root
+        + (size + 4) * unit,
         "moved": int(tokens * (layers - held)),
     }
 

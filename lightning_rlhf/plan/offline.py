@@ -35,7 +35,7 @@ def plan_offline(
         count = torch.cuda.device_count() or 1
         notes.append(f"trainer.devices is auto: planned for {count} on each node, --devices N plans for others")
     strategy = _strategy(trainer.get("strategy"))
-    strategy.precision_plugin = FSDP2Precision(_precision(trainer.get("precision")))
+    strategy.precision_plugin = FSDP2Precision(precision_name(trainer.get("precision")))
     found = {settings: config_of(settings) for settings in module.roles.values()}  # a reference is the actor's
     configs = {name: found[settings][0] for name, settings in module.roles.items()}
     notes += dict.fromkeys(note for _, note in found.values() if note)
@@ -99,7 +99,13 @@ def _devices(value: Any) -> int | None:
         return None
     if isinstance(value, str) and "," in value:
         value = [part for part in value.split(",") if part]
-    return len(value) if isinstance(value, list) else int(value)
+    try:
+        count = len(value) if isinstance(value, list) else int(value)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise ValueError(f"trainer.devices must be a number of GPUs, their list, or auto, got {value!r}")
+    return count
 
 
 def _strategy(value: Any) -> FSDPUlyssesStrategy:
@@ -113,6 +119,7 @@ def _strategy(value: Any) -> FSDPUlyssesStrategy:
     return value
 
 
-def _precision(value: Any) -> str:
+def precision_name(value: Any) -> str:
+    """A value of ``trainer.precision`` by its full name."""
     names = {None: "32-true", 32: "32-true", "32": "32-true", "bf16": "bf16-mixed"}
     return names.get(value, value)

@@ -116,7 +116,7 @@ def shape_of(
         backbone = model if head else model.base_model
         value_head = () if head else (torch.Size((1, config.get_text_config().hidden_size)), torch.Size((1,)))
         if lora is not None:
-            Adapter(model, lora, torch.float32, part=None if head else backbone)
+            Adapter(model, lora, dtype, part=None if head else backbone)  # gathered in it, whatever it is stored in
     tower = model.base_model.visual if is_vision_language(config) else None
     if tower is not None and freeze_vision:
         tower.requires_grad_(False)

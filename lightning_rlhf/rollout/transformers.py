@@ -96,7 +96,7 @@ class TransformersEngine(RolloutEngine):
             raise RuntimeError("the engine's weights are asleep: wake(['weights']) before load_weights")
         self.weight_version = -1  # until all of them are there
         held = self.model.state_dict(keep_vars=True)
-        missing = {id(p) for p in self.model.parameters()}
+        missing = {id(tensor): name for name, tensor in held.items()}  # persistent buffers too
         for name, tensor in weights:
             if name not in held:
                 raise ValueError(
@@ -107,18 +107,18 @@ class TransformersEngine(RolloutEngine):
                     f"weight {name!r} must have shape {tuple(held[name].shape)}, got {tuple(tensor.shape)}"
                 )
             held[name].copy_(tensor)
-            missing.discard(id(held[name]))
+            missing.pop(id(held[name]), None)
         if missing:
-            names = [name for name, p in self.model.named_parameters() if id(p) in missing]
+            first = min(missing.values())
             raise ValueError(
-                f"{len(names)} weights were not sent to the engine, the first is {names[0]!r}: send all of them"
+                f"{len(missing)} weights were not sent to the engine, the first is {first!r}: send all of them"
             )
         self.weight_version = version
 
     def checksum(self) -> int | None:
         if self.weight_version < 0 or "weights" in self._asleep:
             return None
-        return checksum(self.model.named_parameters())
+        return checksum(self.model.state_dict(keep_vars=True).items())
 
     def close(self) -> None:
         self.model = None
