@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import logging
 import os
 import re
 import sys
@@ -21,6 +22,7 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from transformers.utils.logging import disable_progress_bar
 
 from lightning_rlhf.callbacks.progress import IterationProgress
 from lightning_rlhf.callbacks.rollout import RolloutCallback
@@ -41,7 +43,6 @@ _NOISE = (
     r".*does not have many workers.*",
     r".*in eval mode at the start of training.*",
     r".*LeafSpec.*is deprecated.*",
-    r".*experiment tracking, try installing.*",
     r".*Checkpoint directory .* exists and is not empty.*",
     r".*sync_dist=True.*",
 )
@@ -255,6 +256,10 @@ def _rank() -> int:
     return int(environment.get("NODE_RANK", 0)) or int(environment.get("LOCAL_RANK", 0))
 
 
+def _is_no_advertisement(record: logging.LogRecord) -> bool:
+    return "try installing [litlogger]" not in record.getMessage()
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of ``lightning-rlhf``."""
     run(RLHFCLI, args)
@@ -270,6 +275,8 @@ def run(cli: type[CLI], args: Sequence[str] | None = None) -> CLI:
         sys.path.insert(0, os.getcwd())  # your own module by class_path, as with `python -m`
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
+    disable_progress_bar()  # of the embedded engine's weights, one per process
     cli.progress = _Started()
     try:
         return cli(args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ def run(folder: Path, config: str, *arguments: str, command: str = "fit") -> lis
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert not re.search("litlogger|Loading weights", done.stdout + done.stderr)
     return metrics_of(folder / "run")
 
 
