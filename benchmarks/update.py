@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from random_model import SHAPES, config_of
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_rlhf import FSDPUlyssesStrategy, LoRA, ModelSettings, Policy, build_policy, pack
 from lightning_rlhf.flops import dims_of, frozen, peak_flops, training_flops
@@ -62,7 +62,7 @@ def strategy_of(arguments: argparse.Namespace) -> FSDPUlyssesStrategy:
 
 
 def measure(
-    policy: Policy, strategy: FSDPUlyssesStrategy, length: int, count: int, steps: int
+    policy: Policy, strategy: FSDPUlyssesStrategy, length: int, count: int, steps: int, profiled: bool = False
 ) -> tuple[float, float, float]:
     """(seconds, peak GiB of tensors, loss) of a step on ``count`` sequences of each data rank."""
     device = strategy.root_device
@@ -74,20 +74,33 @@ def measure(
     optimizer = torch.optim.AdamW([group], lr=1e-6, weight_decay=0.0, fused=True)
     scale = dist.get_world_size() / (count * length * strategy.dp_size)
     seconds, peak = [], 0.0
-    for step in range(steps + 1):  # the first compiles and allocates
-        _wait(device)
-        start = time.perf_counter()
-        if device.type == "cuda" and step == 1:
-            torch.cuda.reset_peak_memory_stats()
+
+    def once() -> Tensor:
         loss = -policy(packed, 1.0)[0].sum() * scale
         loss.backward()
         clip_roles(optimizer.param_groups, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         _wait(device)
+        return loss
+
+    for step in range(steps + 1):  # the first compiles and allocates
+        _wait(device)
+        start = time.perf_counter()
+        if device.type == "cuda" and step == 1:
+            torch.cuda.reset_peak_memory_stats()
+        loss = once()
         seconds.append(time.perf_counter() - start)
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated() / 2**30
+    if profiled:
+        with torch.profiler.profile() as trace:
+            once()
+        if dist.get_rank() == 0:
+            key = f"self_{'device' if device.type == 'cuda' else 'cpu'}_time_total"
+            events = [e for e in trace.key_averages() if e.device_type.name.lower() == device.type]
+            for event in sorted(events, key=lambda e: -getattr(e, key))[:30]:
+                print(f"  {getattr(event, key) / 1e3:9.1f} ms {event.count:6} x {event.key[:140]}")
     return median(seconds[1:]), peak, float(loss.detach())
 
 
@@ -119,7 +132,7 @@ def rows(arguments: argparse.Namespace) -> None:
                 policy = build_policy(ModelSettings(folder, lora=lora, **given), strategy)
             dims = dims_of(config) if lora is None else frozen(dims_of(config), *trained_matrices(policy))
             try:
-                seconds, memory, _ = measure(policy, strategy, length, count, arguments.steps)
+                seconds, memory, _ = measure(policy, strategy, length, count, arguments.steps, arguments.profile)
             except torch.OutOfMemoryError:
                 result = "out of memory"
             else:
@@ -147,6 +160,7 @@ def main() -> None:
     parser.add_argument("--prefetch", type=int, default=0)
     parser.add_argument("--reshard_after_forward", type=yaml.safe_load, default=None)
     parser.add_argument("--precision", default="bf16-mixed")
+    parser.add_argument("--profile", action="store_true", help="the kernels that take longest, of one more step")
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
     rows(parser.parse_args())
     dist.destroy_process_group()

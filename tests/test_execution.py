@@ -585,7 +585,7 @@ def test_switches_are_exact_on_a_gpu(options, folder, monkeypatch):
 
 @pytest.mark.gpu
 def test_offloaded_activations_leave_the_device(folder, monkeypatch):
-    monkeypatch.setattr(HostActivations, "smallest", 1 << 16)
+    monkeypatch.setattr(HostActivations, "smallest", 1 << 14)
     strategy, packed, held = on_gpu(), stream(200, 700, 90).to("cuda"), []
     for offload in (False, True):
         actor = build_policy(

@@ -8,6 +8,7 @@ import torch
 
 from lightning_rlhf.kernels import (
     Features,
+    MissingKernel,
     WithSinks,
     check_kernel,
     choose_kernel,
@@ -115,22 +116,58 @@ def test_sinks_on_top_of_a_kernel_without_them_are_exact_in_value_and_gradient()
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dims", [(4, 4, 64), (8, 2, 128)], ids=["mha", "gqa"])
-@pytest.mark.parametrize("name", ["plain", "scale", "window", "sinks", "window-sinks"])
-def test_the_torch_kernel_equals_the_reference_in_value_and_gradient(name, dims):
-    heads, kv_heads, dim = dims
-    asked = FEATURES[name]
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_a_stream_of_one_long_sequence_is_attended_in_one_call(scale, monkeypatch):
+    """On the CPU with the same call as on CUDA, where cuDNN takes it."""
+    monkeypatch.setattr("lightning_rlhf.kernels._LONG", 8)
+    q, k, v, *layout = stream([9])
+    want = oracle(q, k, v, [9], features := Features(scale=scale))
+    weights = torch.randn_like(want)
+    for run in (torch_kernel, torch.compile(torch_kernel, fullgraph=True, backend="aot_eager")):
+        got = run(q, k, v, *layout, features)
+        torch.testing.assert_close(got, want)
+        for a, b in zip(
+            *(torch.autograd.grad((x * weights).sum(), (q, k, v), retain_graph=True) for x in (got, want)), strict=True
+        ):
+            torch.testing.assert_close(a, b)
+
+
+def gpu_case(run, asked, lengths, heads, kv_heads, dim):
+    """Compare a kernel with the reference in float32."""
     sinks = None if asked.sinks is None else asked.sinks.repeat(heads // 4).float().cuda().requires_grad_()
-    features = Features(scale=asked.scale and 0.1, window=asked.window, sinks=sinks)
-    q, k, v, cu, longest = stream([40, 3, 129], heads, kv_heads, dim, torch.bfloat16, "cuda")
+    features = Features(scale=asked.scale and 0.1, window=asked.window, softcap=asked.softcap, sinks=sinks)
+    q, k, v, cu, longest = stream(lengths, heads, kv_heads, dim, torch.bfloat16, "cuda")
     inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
-    got = torch_kernel(q, k, v, cu, longest, features)
+    got = run(q, k, v, cu, longest, features)
     want = reference_kernel(q.float(), k.float(), v.float(), cu, longest, features)
     torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=2e-2)
     weights = torch.randn_like(want)
     for a, b in zip(*(torch.autograd.grad((x.float() * weights).sum(), inputs) for x in (got, want)), strict=True):
         assert (a.float() - b.float()).norm() < 2e-2 * b.float().norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [16383, 16384, 17000])
+@pytest.mark.parametrize("name", ["plain", "scale"])
+def test_cudnn_takes_one_long_sequence(name, length):
+    gpu_case(torch_kernel, FEATURES[name], [length], 4, 2, 128)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [n for n in FEATURES if "sinks" not in n])
+def test_flash_attention_4_equals_the_reference(name):
+    try:
+        _, kernel = choose_kernel("flash_attention_4", CUDA)
+    except MissingKernel as missing:
+        pytest.skip(str(missing))
+    gpu_case(kernel, FEATURES[name], [40, 3, 129], 8, 2, 128)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(4, 4, 64), (8, 2, 128)], ids=["mha", "gqa"])
+@pytest.mark.parametrize("name", ["plain", "scale", "window", "sinks", "window-sinks"])
+def test_the_torch_kernel_equals_the_reference_in_value_and_gradient(name, dims):
+    gpu_case(torch_kernel, FEATURES[name], [40, 3, 129], *dims)
 
 
 def test_an_unknown_kernel_is_refused_with_the_known_ones():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -120,13 +121,15 @@ def test_state_that_is_no_plain_tensor_is_refused():
 def test_offload_frees_the_bytes_of_parameters_and_moments(tmp_path):
     runs = {}
     for name, options in (("kept", {}), ("moved", BOTH)):
+        gc.collect()  # the run before
+        before = torch.cuda.memory_allocated()
         module, rows = run(tmp_path / name, options, spy := Spy(), accelerator="gpu")
-        runs[name] = spy, rows
+        runs[name] = spy.devices[-1], spy.allocated[-1] - before, rows
         trained = sum(p.to_local().nbytes for root in (module.actor, module.critic) for p in root.parameters())
         frozen = sum(p.to_local().nbytes for p in module.reference.parameters())
-    assert runs["kept"][0].devices[-1] == {"cuda"}
-    assert runs["moved"][0].devices[-1] == {"cpu"}
-    freed = runs["kept"][0].allocated[-1] - runs["moved"][0].allocated[-1]
-    assert freed >= 0.95 * (3 * trained + frozen)
-    for kept, moved in zip(runs["kept"][1], runs["moved"][1], strict=True):
-        assert kept == pytest.approx(moved, rel=1e-6)
+        del module, spy
+    (device, kept, rows), (host, moved, same) = runs["kept"], runs["moved"]
+    assert (device, host) == ({"cuda"}, {"cpu"})
+    assert kept - moved >= 0.95 * (3 * trained + frozen)
+    for row, other in zip(rows, same, strict=True):
+        assert row == pytest.approx(other, rel=1e-6)

@@ -88,7 +88,7 @@ def apply_execution(
     if trained:
         _recompute(layers, settings.recomputed)
     if settings.compile:
-        _compile(layers, fullgraph=_is_traceable(model, settings.attention))
+        _compile(layers, fullgraph=not settings.liger and _is_traceable(model, settings.attention))
     if trained and settings.offload_activations:
         host = HostActivations(device)
         for layer in layers:
