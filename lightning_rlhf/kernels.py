@@ -278,7 +278,8 @@ def transformers_kernel(implementation: str) -> Kernel:
         )
         return out[0, ..., :dv]
 
-    return kernel
+    # FlashAttention-4 builds its kernels in Python, which dynamo would trace
+    return torch.compiler.disable(kernel) if implementation == "flash_attention_4" else kernel
 
 
 class MissingKernel(ValueError):
