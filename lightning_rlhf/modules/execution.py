@@ -82,7 +82,7 @@ def apply_execution(
     """
     check_layers(model, layers, settings)
     if settings.liger:
-        _use_liger(model)
+        use_liger(model)
     if settings.tiled_mlp is not None:
         for layer in layers:
             _tile_mlp(layer, settings.tiled_mlp)
@@ -213,7 +213,7 @@ def bucketed(length: int) -> int:
 # -- Liger kernels -----------------------------------------------------------------------------------------------------
 
 
-def _use_liger(model: nn.Module) -> None:
+def use_liger(model: nn.Module) -> None:
     """Liger's RMSNorm and gated MLP on this instance, and its rotary embedding.
 
     The rotary function is looked up in the architecture's module, so it changes for every model of that architecture in this

@@ -99,6 +99,7 @@ def make_plan(
                 trust_remote_code=settings.trust_remote_code,
                 lora=settings.lora if key[2] else None,
                 freeze_vision=settings.freeze_vision,
+                liger=settings.liger,
             )
         roles.append(Role(name, shapes[key], trained=name in module.learning_rates))
     policy = roles[0].shape
@@ -109,6 +110,7 @@ def make_plan(
         offload_reference=settings.offload_reference,
         offload_activations=settings.offload_activations,
         recomputed=settings.recomputed,
+        tiled_mlp=settings.tiled_mlp,
         sleep_level=rollout.sleep_level,
         evaluates=module.needs_old_log_probs or module.needs_reference or len(roles) > 1,
         keeps_gathered=run.strategy.reshard_after_forward is False,
