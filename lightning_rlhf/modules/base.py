@@ -404,6 +404,7 @@ class RLHFLightningModule(ModelRoles):
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if None in norms.values() else 0
         if last:
             optimizer.step()
+            self.iteration = self.trainer.global_step
         else:
             self.trainer.strategy.optimizer_step(optimizer.optimizer, do_nothing_closure)
         optimizer.zero_grad()

@@ -31,6 +31,7 @@ class ModelRoles(pl.LightningModule):
         lr: its learning rate.
 
     Attributes:
+        iteration: how many the weights have been through; those of a checkpoint once it is loaded.
         weight_version: grows whenever the actor's weights change; an engine with another one is stale.
     """
 
@@ -39,6 +40,7 @@ class ModelRoles(pl.LightningModule):
         self.settings, self.lr = settings, lr
         self.actor: Policy = None  # type: ignore[assignment]
         self.reference: Policy | None = None
+        self.iteration = 0
         self.weight_version = 0
 
     @property
@@ -76,6 +78,7 @@ class ModelRoles(pl.LightningModule):
         return [{"params": trained, "lr": self.lr, "role": "actor"}]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.iteration = checkpoint["global_step"]
         self.weight_version += 1  # whatever an engine holds is of before
 
     # -- around them -----------------------------------------------------------------------------------
