@@ -189,6 +189,7 @@ def test_what_is_said_of_the_policy_does_not_change_another_critic(tmp_path):
     critic = module.roles["critic"]
     assert (critic.model, critic.config_overrides) == ("another/model", None)
     assert critic.lora == LoRA(r=4)
+    assert (critic.key, module.settings.key) == ("model.critic", "model.model")
     same = PPOLightningModule(**COMMON, lora=lora)
     assert same.roles["critic"] == same.settings
 

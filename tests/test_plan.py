@@ -635,13 +635,14 @@ def test_the_command_plans_the_first_config_without_hub_weights_or_gpu(capsys, m
     assert not dist.is_initialized()
 
 
-def test_a_model_of_the_hub_that_is_unknown_ends_in_one_line(capsys, monkeypatch):
+@pytest.mark.parametrize("key", ["model.model", "model.critic"])
+def test_a_model_of_the_hub_that_is_unknown_ends_in_one_line(key, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(SystemExit):
-        main(["plan", "--config", str(CONFIGS / "ppo.yaml"), "--model.model=someone/something"])
+        main(["plan", "--config", str(CONFIGS / "ppo.yaml"), f"--{key}=someone/something"])
     lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert len(lines) == 1
-    assert "the config.json of 'someone/something' cannot be fetched (HF_HUB_OFFLINE is set)" in lines[0]
+    assert f"{key}: the config.json of 'someone/something' cannot be fetched (HF_HUB_OFFLINE is set)" in lines[0]
 
 
 def test_a_folder_with_nothing_but_a_config_is_enough(capsys, tmp_path):
