@@ -15,6 +15,7 @@ from lightning_rlhf.tiny import write_byte_tokenizer
 # hidden, layers, heads, kv heads, intermediate, vocabulary, tied embeddings
 SHAPES = {
     "tiny": (64, 2, 2, 1, 128, 512, True),
+    "small": (256, 4, 8, 2, 688, 4096, False),
     "0.5b": (896, 24, 14, 2, 4864, 151936, True),
     "1.5b": (1536, 28, 12, 2, 8960, 151936, True),
     "7b": (3584, 28, 28, 4, 18944, 152064, False),

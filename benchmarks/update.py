@@ -39,21 +39,15 @@ def draw(root: nn.Module, *_: Any) -> None:
             parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
 
 
-building.load_pretrained = draw
-
-
-def strategy_of(arguments: argparse.Namespace) -> FSDPUlyssesStrategy:
+def strategy_of(device: str, precision: str, **options: Any) -> FSDPUlyssesStrategy:
     """On the processes that are there: of torchrun, or this one."""
     world = int(os.environ.get("WORLD_SIZE", 1))
-    options = {name: getattr(arguments, name) for name in ("prefetch", "reshard_after_forward")}
-    strategy = FSDPUlyssesStrategy(
-        sequence_parallel_size=arguments.sp, data_parallel_replicate=arguments.replicas, **options
-    )
+    strategy = FSDPUlyssesStrategy(**options)
     trainer = pl.Trainer(
-        accelerator=arguments.device,
+        accelerator=device,
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
         strategy=strategy,
-        precision=arguments.precision,
+        precision=precision,
         barebones=True,
     )
     trainer.strategy.connect(pl.LightningModule())
@@ -113,7 +107,14 @@ def _wait(device: torch.device) -> None:
 
 def rows(arguments: argparse.Namespace) -> None:
     """Print the table; a set of switches that runs out of memory is a row too."""
-    strategy = strategy_of(arguments)
+    strategy = strategy_of(
+        arguments.device,
+        arguments.precision,
+        sequence_parallel_size=arguments.sp,
+        data_parallel_replicate=arguments.replicas,
+        prefetch=arguments.prefetch,
+        reshard_after_forward=arguments.reshard_after_forward,
+    )
     world = dist.get_world_size()
     peak = peak_flops(torch.cuda.get_device_name()) if arguments.device == "gpu" else None
     first = dist.get_rank() == 0
@@ -162,6 +163,7 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--profile", action="store_true", help="the kernels that take longest, of one more step")
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
+    building.load_pretrained = draw
     rows(parser.parse_args())
     dist.destroy_process_group()
 

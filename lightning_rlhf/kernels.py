@@ -148,7 +148,7 @@ _LONG = 16384
 
 def torch_kernel(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, features: Features) -> Tensor:
     """What torch ships for half precision on CUDA: ``torch.nn.attention.varlen``, which is FlashAttention-2, and cuDNN's
-    attention where the stream is one long sequence: on an H200 1.8 times as fast."""
+    attention where the stream is one long sequence: figures in docs/benchmarks.md."""
     if features.softcap is not None:
         raise NotImplementedError("attention: torch has no soft-capping, choose flash_attention_2")
     d, dv, dtype = q.shape[-1], v.shape[-1], q.dtype
@@ -278,7 +278,8 @@ def transformers_kernel(implementation: str) -> Kernel:
         )
         return out[0, ..., :dv]
 
-    return kernel
+    # FlashAttention-4 builds its kernels in Python, which dynamo would trace
+    return torch.compiler.disable(kernel) if implementation == "flash_attention_4" else kernel
 
 
 class MissingKernel(ValueError):

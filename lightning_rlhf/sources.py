@@ -140,7 +140,9 @@ class TaskRows(Sequence[Row]):
         try:
             from reasoning_gym import create_dataset
         except ImportError as error:
-            raise ImportError("data.task needs reasoning-gym: pip install 'lightning-rlhf[tasks]'") from error
+            raise ImportError(
+                f"data.task needs reasoning-gym ({error}): pip install 'lightning-rlhf[tasks]'"
+            ) from error
         self.task, self.args = task, dict(args or {})
         try:
             self.entries = create_dataset(task, size=size, seed=seed, **self.args)

@@ -654,6 +654,11 @@ def on_gpu(precision: str = "bf16-mixed") -> FSDPUlyssesStrategy:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    "ignore:TensorFloat32 tensor",
+    "ignore:.*should not be instantiated:DeprecationWarning",  # dynamo in front of Liger's functions
+)
 @pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize(
     "options",

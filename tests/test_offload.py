@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -26,7 +26,6 @@ class Spy(TransformersEngine):
         super().__init__()
         self.module: Any = None
         self.fails_at = fails_at
-        self.allocated: list[int] = []
         self.devices: list[set[str]] = []
         self.shards: list[dict[int, int]] = []
 
@@ -37,7 +36,6 @@ class Spy(TransformersEngine):
         states = [s["exp_avg"] for o in module.trainer.optimizers for s in o.state.values()]
         self.devices.append({t.device.type for t in [*parameters, *states]})
         self.shards.append({id(t): t.to_local().data_ptr() for t in parameters})
-        self.allocated.append(torch.cuda.memory_allocated())
         if len(self.shards) == self.fails_at:
             raise OSError("the engine broke")
         return super().generate(*args, **kwargs)
@@ -119,17 +117,14 @@ def test_state_that_is_no_plain_tensor_is_refused():
 
 @pytest.mark.gpu
 def test_offload_frees_the_bytes_of_parameters_and_moments(tmp_path):
-    runs = {}
-    for name, options in (("kept", {}), ("moved", BOTH)):
-        gc.collect()  # the run before
-        before = torch.cuda.memory_allocated()
-        module, rows = run(tmp_path / name, options, spy := Spy(), accelerator="gpu")
-        runs[name] = spy.devices[-1], spy.allocated[-1] - before, rows
-        trained = sum(p.to_local().nbytes for root in (module.actor, module.critic) for p in root.parameters())
-        frozen = sum(p.to_local().nbytes for p in module.reference.parameters())
-        del module, spy
-    (device, kept, rows), (host, moved, same) = runs["kept"], runs["moved"]
-    assert (device, host) == ({"cuda"}, {"cpu"})
-    assert kept - moved >= 0.95 * (3 * trained + frozen)
-    for row, other in zip(rows, same, strict=True):
-        assert row == pytest.approx(other, rel=1e-6)
+    module, spy, freed = PPOLightningModule(**COMMON), Spy(), Counter()
+    spy.module = module
+    module.phases.on_start.append(lambda name: freed.update({name: torch.cuda.memory_allocated()}))
+    module.phases.on_end.append(lambda name: freed.subtract({name: torch.cuda.memory_allocated()}))
+    fit(module, tmp_path, 3, {"engine": spy, **BOTH}, num_generations=2, accelerator="gpu")
+    assert spy.devices[-1] == {"cpu"}
+    trained = sum(p.to_local().nbytes for root in (module.actor, module.critic) for p in root.parameters())
+    frozen = sum(p.to_local().nbytes for p in module.reference.parameters())
+    moved = 3 * (trained + frozen) + 2 * (2 * trained)  # before the first step there are no moments
+    assert freed["offload"] >= moved
+    assert -freed["reload"] >= moved

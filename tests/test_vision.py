@@ -254,6 +254,7 @@ def test_a_run_with_pictures_is_planned(folder, capsys):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of vLLM's packages
 @pytest.mark.parametrize("engine", ["TransformersEngine", "VLLMEngine"])
 def test_engine_and_trainer_agree_on_pictures_on_a_gpu(engine, tmp_path):
     folder = write_vlm(tmp_path, "qwen2_5_vl", tied=False, noise=0.02)
