@@ -2,6 +2,7 @@
 
     read_run ─▶ Run ─▶ problems(run)                       what `RolloutCallback` asks in every run
                  └──▶ make_plan ─▶ Plan ─▶ summary, full   at the start of a fit, and ``lightning-rlhf plan``
+                          └──▶ Choice                     what gives way to the engine: `plan.ladder`
 
 Nothing here reads weights, uses a GPU or talks to other processes.
 """
@@ -15,7 +16,8 @@ from lightning_rlhf.flops import dims_of
 from lightning_rlhf.hf_config import check_class
 from lightning_rlhf.modules.vision import check_vision
 from lightning_rlhf.plan.checks import Problem, problems
-from lightning_rlhf.plan.memory import GIB, Options, Phase, Role, host, phases
+from lightning_rlhf.plan.ladder import Choice, choose
+from lightning_rlhf.plan.memory import GIB, Options, Phase, Role, host
 from lightning_rlhf.plan.run import Run, optimizer_bytes, read_run
 from lightning_rlhf.plan.shape import Shape, shape_of
 from lightning_rlhf.rollout.engine import EngineMemory
@@ -36,12 +38,11 @@ class Plan:
         run: the numbers.
         roles: the models of the run.
         matmul_parameters: of the policy, those multiplied with each token; None if that is not known.
-        phases: peak memory of one GPU.
+        choice: what gives way to the engine, and what one GPU holds at the peak of each phase.
+        fixed: the user said what gives way.
         host: parked in the memory of one node.
-        engine: memory of the engine while it is awake.
         engine_name: class.
-        sleep_level: of the engine between rollouts.
-        device_memory: bytes of one GPU.
+        device_memory: bytes of one GPU, 0 if that is not known.
         problems: what cannot work or costs.
         notes: where figures are not of the run itself.
     """
@@ -50,18 +51,22 @@ class Plan:
     run: Run
     roles: tuple[Role, ...]
     matmul_parameters: int | None
-    phases: tuple[Phase, ...]
+    choice: Choice
+    fixed: bool
     host: dict[str, int]
-    engine: EngineMemory
     engine_name: str
-    sleep_level: int
     device_memory: int
     problems: tuple[Problem, ...]
     notes: tuple[str, ...] = ()
 
     @property
-    def peak(self) -> Phase:
-        return max(self.phases, key=lambda phase: phase.total)
+    def phases(self) -> tuple[Phase, ...]:
+        return self.choice.phases
+
+    @property
+    def engine(self) -> EngineMemory:
+        """While it is awake."""
+        return self.choice.engine
 
     @property
     def trained(self) -> int:
@@ -80,7 +85,7 @@ def make_plan(
 
     Args:
         configs: of transformers, by role.
-        device_memory: bytes of one GPU.
+        device_memory: bytes of one GPU; 0 if that is not known.
 
     Raises:
         NotImplementedError: a model that cannot attend over packed streams.
@@ -107,32 +112,30 @@ def make_plan(
     policy = roles[0].shape
     options = Options(
         optimizer_bytes=optimizer_bytes(module.optimizer, run.param_dtype),
-        offload_optimizer=rollout.offload_optimizer,
-        offload_parameters=rollout.offload_parameters,
+        rung=rollout.ladder.usual,
         offload_reference=settings.offload_reference,
         offload_activations=settings.offload_activations,
         recomputed=settings.recomputed,
         tiled_mlp=settings.tiled_mlp,
-        sleep_level=rollout.sleep_level,
         evaluates=module.needs_old_log_probs or module.needs_reference or len(roles) > 1,
         keeps_gathered=run.strategy.reshard_after_forward is False,
         prefetch=run.strategy.prefetch,
     )
     size = run.compute_dtype.itemsize
-    in_flight = -(-(run.prompts or 1) // run.data_ranks) * run.num_generations
+    in_flight = -(-(run.prompts or 256) // run.data_ranks) * run.num_generations
     engine = run.engine.plan_memory(
         size * policy.parameters, size * policy.kv_elements, run.context, in_flight, device_memory
     )
+    choice = choose(run, roles, options, engine, rollout.ladder, device_memory)
     plan = Plan(
         model=settings.model,
         run=run,
         roles=tuple(roles),
         matmul_parameters=_matmul_parameters(run.config),
-        phases=tuple(phases(run, roles, options, engine)),
-        host=host(run, roles, options, engine),
-        engine=engine,
+        choice=choice,
+        fixed=rollout.ladder.sleep_level != "auto",
+        host=host(run, roles, replace(options, rung=choice.rung), engine),
         engine_name=type(run.engine).__name__,
-        sleep_level=rollout.sleep_level,
         device_memory=device_memory,
         problems=tuple(problems(run)),
         notes=notes,
@@ -149,8 +152,8 @@ def _matmul_parameters(config: Any) -> int | None:
 
 
 def _memory_problems(plan: Plan) -> list[Problem]:
-    """Estimates only warn, except where the engine's own arithmetic must fail."""
-    if plan.run.device_type != "cuda":
+    """Estimates warn where the user said what gives way, and end the run where the plan finds nothing more to give."""
+    if not plan.device_memory:
         return []
     found = []
     token = plan.run.compute_dtype.itemsize * plan.roles[0].shape.kv_elements
@@ -167,20 +170,29 @@ def _memory_problems(plan: Plan) -> list[Problem]:
             message = (
                 f"{phase.name} is estimated at {phase.total / GIB:.0f} GiB of the GPU's {plan.device_memory / GIB:.0f},"
                 f" most of it {largest}: {_REMEDIES[largest]}"
-            )
-            found.append(Problem("warning", message))
+            ) + (_IN_ROLLOUTS.get(largest, "") if phase.name == "rollout" else "")
+            if not plan.fixed:
+                message = (
+                    f"nothing fits although the engine {plan.choice.rung}: {message}; rollout.sleep_level: 2 tries it"
+                )
+            found.append(Problem("warning" if plan.fixed else "error", message))
     return found
 
 
 _REMEDIES = {
     "activations": "lower model.micro_batch_tokens, or set model.gradient_checkpointing or model.offload_activations",
     "working": "lower model.micro_batch_tokens",
-    "engine": "lower rollout.engine.gpu_memory_utilization or raise rollout.sleep_level",
-    "optimizer": "use more GPUs, model.lora, an optimizer with less state, or in the rollout rollout.offload_optimizer",
-    "parameters": "use more GPUs or model.lora, or in the rollout rollout.offload_parameters",
+    "engine": "lower rollout.engine.gpu_memory_utilization or kv_cache_memory_bytes, or leave rollout.sleep_level at auto",
+    "optimizer": "use more GPUs, model.lora or an optimizer with less state",
+    "parameters": "use more GPUs or model.lora",
     "gradients": "use more GPUs or model.lora",
     "reference": "use more GPUs, model.offload_reference, or set model.kl.coef to 0",
     "gathered": "use a smaller model",
     "context": "use a larger GPU",
     "gather buffer": "use a larger GPU",
+}
+_IN_ROLLOUTS = {
+    "optimizer": ", or set rollout.offload_optimizer",
+    "parameters": ", or set rollout.offload_parameters",
+    "reference": ", or set rollout.offload_parameters",
 }

@@ -1,8 +1,8 @@
 """Bytes on one GPU in each phase of an iteration, and on the hosts.
 
-    rollout     parameters  reference  optimizer  engine, awake      gather buffer
-    log_prob    parameters  reference  optimizer  engine, asleep     working  gathered
-    update      parameters  reference  optimizer  engine, asleep     working  gathered  gradients  activations
+    rollout     parameters  reference  optimizer  engine, at work        gather buffer
+    log_prob    parameters  reference  optimizer  engine, unless asleep  working  gathered
+    update      parameters  reference  optimizer  engine, unless asleep  working  gathered  gradients  activations
 
 Sharded state is exact. Activations are what autograd keeps (`plan.shape`) for a full micro-batch, those of a trained vision tower
 for as many image tokens as that may have (`Run.image_tokens`); the other transients are upper bounds of what is alive at once:
@@ -54,31 +54,48 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Rung:
+    """What the trainer and its engine give up for each other; see `plan.ladder`.
+
+    Args:
+        sleep_level: of the engine between rollouts.
+        offload_optimizer: the optimizer's state waits on the host during rollouts.
+        offload_parameters: so do the parameters.
+    """
+
+    sleep_level: int
+    offload_optimizer: bool
+    offload_parameters: bool
+
+    def __str__(self) -> str:
+        away = {"optimizer state": self.offload_optimizer, "parameters": self.offload_parameters}
+        moved = " and ".join(name for name, moves in away.items() if moves)
+        level = f"sleeps (level {self.sleep_level})" if self.sleep_level else "stays awake"
+        return f"{level}, {moved} on the host in rollouts" if moved else level
+
+
+@dataclass(frozen=True)
 class Options:
     """What trades memory for time.
 
     Args:
         optimizer_bytes: state per element of a trained parameter.
-        offload_optimizer: it waits on the host during rollouts.
-        offload_parameters: so do the parameters.
+        rung: what leaves the GPU during rollouts and between them.
         offload_reference: it lives on the host.
         offload_activations: what layers keep for backward waits on the host, but for two of them.
         recomputed: which layers are run again in backward, see `ModelSettings`.
         tiled_mlp: tokens of a tile, or None.
-        sleep_level: of the engine between rollouts.
         evaluates: there is a pass without gradients before the update.
         keeps_gathered: trained models stay gathered until the optimizer's step.
         prefetch: layers that are gathered ahead.
     """
 
     optimizer_bytes: float
-    offload_optimizer: bool
-    offload_parameters: bool
+    rung: Rung
     offload_reference: bool
     offload_activations: bool
     recomputed: str
     tiled_mlp: int | None
-    sleep_level: int
     evaluates: bool
     keeps_gathered: bool = False
     prefetch: int = 0
@@ -87,12 +104,12 @@ class Options:
 def phases(run: Run, roles: list[Role], options: Options, engine: EngineMemory) -> list[Phase]:
     """The phases of an iteration in their order."""
     held = resident(run, roles, options)
-    asleep = {"engine": engine.total if options.sleep_level == 0 else 0}
+    asleep = {"engine": engine.idle if options.rung.sleep_level == 0 else 0}
     trained = [role for role in roles if role.trained]
     rollout = held | {"engine": engine.total, "gather buffer": min(BUCKET, engine.weights)}
-    if options.offload_optimizer:
+    if options.rung.offload_optimizer:
         rollout["optimizer"] = 0
-    if options.offload_parameters:
+    if options.rung.offload_parameters:
         rollout["parameters"] = rollout["reference"] = 0
     found = [Phase("rollout", rollout)]
     if options.evaluates:
@@ -127,11 +144,11 @@ def host(run: Run, roles: list[Role], options: Options, engine: EngineMemory) ->
     reference = 2 * sum(role.shape.shard(run.shards) for role in roles if not role.trained)
     passes = [_transients(run, role, options, backward=True) for role in roles if role.trained]
     return {
-        "optimizer": processes * held["optimizer"] * options.offload_optimizer,
-        "parameters": processes * (held["parameters"] + held["reference"]) * options.offload_parameters,
+        "optimizer": processes * held["optimizer"] * options.rung.offload_optimizer,
+        "parameters": processes * (held["parameters"] + held["reference"]) * options.rung.offload_parameters,
         "reference": processes * reference * options.offload_reference,
         "activations": processes * max((parts["moved"] for parts in passes), default=0),
-        "engine weights": processes * engine.weights if options.sleep_level == 1 else 0,
+        "engine weights": processes * engine.weights if options.rung.sleep_level == 1 else 0,
     }
 
 

@@ -50,7 +50,7 @@ def plan_offline(
         num_nodes=nodes,
         device_type="cpu" if trainer.get("accelerator") == "cpu" else "cuda",
     )
-    return make_plan(module, rollout, run, configs, device_memory, tuple(notes))
+    return make_plan(module, rollout, run, configs, device_memory * (run.device_type == "cuda"), tuple(notes))
 
 
 def config_of(settings: Any) -> tuple[Any, str | None]:
