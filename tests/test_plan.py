@@ -428,8 +428,8 @@ def _ppo(**changes: Any) -> PPOLightningModule:
 
 
 def test_phases_hold_what_they_use():
-    rollout = RolloutCallback(engine=VLLMEngine(gpu_memory_utilization=0.5), sampling=Sampling(max_completion_length=8))
-    plan = plan_of(_ppo(), rollout)
+    engine, sampling = VLLMEngine(gpu_memory_utilization=0.5), Sampling(max_completion_length=8)
+    plan = plan_of(_ppo(), RolloutCallback(engine=engine, sampling=sampling, sleep_level=2))
     phases = {phase.name: phase.parts for phase in plan.phases}
     assert list(phases) == ["rollout", "log_prob", "update"]
     assert phases["rollout"]["engine"] == 40 * 2**30
@@ -604,7 +604,7 @@ def test_one_optimizer_step_without_reference_needs_no_pass_before_the_update():
 
 def test_what_does_not_fit_is_said_with_what_to_change():
     engine = VLLMEngine(gpu_memory_utilization=0.001)
-    plan = plan_of(_ppo(), RolloutCallback(engine=engine), memory=2**28)
+    plan = plan_of(_ppo(), RolloutCallback(engine=engine, sleep_level=2), memory=2**28)
     error, *warnings = plan.problems
     assert "the engine's KV cache holds" in error.message
     assert "the longest sequence has 500: raise rollout.engine.gpu_memory_utilization" in error.message

@@ -164,25 +164,34 @@ def _memory_problems(plan: Plan) -> list[Problem]:
             " kv_cache_memory_bytes"
         )
         found.append(Problem("error", message))
-    for phase in plan.phases:
+    for phase in plan.phases if plan.fixed else [plan.choice.peak]:
         if phase.total > plan.device_memory:
-            largest = max(phase.parts, key=lambda name: phase.parts[name])
             message = (
                 f"{phase.name} is estimated at {phase.total / GIB:.0f} GiB of the GPU's {plan.device_memory / GIB:.0f},"
-                f" most of it {largest}: {_REMEDIES[largest]}"
-            ) + (_IN_ROLLOUTS.get(largest, "") if phase.name == "rollout" else "")
+                f" most of it {_remedy(phase)}"
+            )
             if not plan.fixed:
                 message = (
-                    f"nothing fits although the engine {plan.choice.rung}: {message}; rollout.sleep_level: 2 tries it"
+                    f"nothing fits even if the engine {plan.choice.rung}: {message}; rollout.sleep_level: 2 tries it"
                 )
             found.append(Problem("warning" if plan.fixed else "error", message))
     return found
 
 
+def _remedy(phase: Phase) -> str:
+    """The largest part, and what makes it smaller."""
+    largest = max(phase.parts, key=lambda name: phase.parts[name])
+    switch = "offload_optimizer" if largest == "optimizer" else "offload_parameters"
+    if phase.name == "rollout" and largest in ("optimizer", "parameters", "reference"):
+        return f"{largest}: {_REMEDIES[largest]}, or set rollout.{switch}"
+    awake = phase.name != "rollout" and largest == "engine"
+    return f"{largest}: {_REMEDIES[largest]}" + (", or raise rollout.sleep_level" if awake else "")
+
+
 _REMEDIES = {
     "activations": "lower model.micro_batch_tokens, or set model.gradient_checkpointing or model.offload_activations",
     "working": "lower model.micro_batch_tokens",
-    "engine": "lower rollout.engine.gpu_memory_utilization or kv_cache_memory_bytes, or leave rollout.sleep_level at auto",
+    "engine": "lower rollout.engine.gpu_memory_utilization or kv_cache_memory_bytes",
     "optimizer": "use more GPUs, model.lora or an optimizer with less state",
     "parameters": "use more GPUs or model.lora",
     "gradients": "use more GPUs or model.lora",
@@ -190,9 +199,4 @@ _REMEDIES = {
     "gathered": "use a smaller model",
     "context": "use a larger GPU",
     "gather buffer": "use a larger GPU",
-}
-_IN_ROLLOUTS = {
-    "optimizer": ", or set rollout.offload_optimizer",
-    "parameters": ", or set rollout.offload_parameters",
-    "reference": ", or set rollout.offload_parameters",
 }

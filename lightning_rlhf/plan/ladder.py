@@ -57,7 +57,7 @@ class Choice:
     """A rung, and what the engine and the phases take on it.
 
     Args:
-        reason: the rung, its peak, and that of the rung before; one line.
+        reason: the rung, its peak, and that of the closest cheaper one; one line.
     """
 
     rung: Rung
@@ -91,12 +91,12 @@ def choose(
     room, tried = int(device_memory * (1 - MARGIN)), [on(rung, engine) for rung in ladder.rungs]
     limit = max(room, min(one.peak.total for one in tried))  # no rung shrinks an update beside which nothing is held
     first = next(i for i, one in enumerate(tried) if one.peak.total <= limit)
-    choice = tried[first]
+    choice, closest = tried[first], min(tried[:first], key=lambda one: one.peak.total, default=None)
     excess = max(phase.total for phase in choice.phases if phase.parts["engine"]) - room
     if excess > 0 and engine.least is not None:
         choice = on(choice.rung, replace(engine, kv_cache=max(engine.least, engine.kv_cache - excess)))
     reason = f"{choice.rung}: {_gib(choice.peak)} of {device_memory / GIB:.0f} GiB at the peak ({choice.peak.name})"
-    reason += f", {_gib(tried[first - 1].peak)} if it {tried[first - 1].rung}" if first else ""
+    reason += f", {_gib(closest.peak)} if it {closest.rung}" if closest else ""
     reason += f"; KV cache {choice.engine.kv_cache / GIB:.1f} GiB"
     reason += f", {engine.kv_cache / GIB:.1f} wanted" if choice.engine != engine else ""
     return replace(choice, reason=reason)
