@@ -56,9 +56,9 @@ def strategy_of(device: str, precision: str, **options: Any) -> FSDPUlyssesStrat
 
 
 def measure(
-    policy: Policy, strategy: FSDPUlyssesStrategy, length: int, count: int, steps: int, profiled: bool = False
+    policy: Policy, strategy: FSDPUlyssesStrategy, length: int, count: int, arguments: argparse.Namespace
 ) -> tuple[float, float, float]:
-    """(seconds, peak GiB of tensors, loss) of a step on ``count`` sequences of each data rank."""
+    """(seconds, peak GiB of tensors, loss) of a step on micro-batches of ``count`` sequences on each data rank."""
     device = strategy.root_device
     generator = torch.Generator().manual_seed(strategy.dp_rank)
     vocabulary = policy.model.config.vocab_size
@@ -66,19 +66,20 @@ def measure(
     packed = pack(sequences, [1] * count, strategy.sequence_parallel_size, strategy.sp_rank).to(device)
     group = {"params": [p for p in policy.parameters() if p.requires_grad], "role": "actor"}
     optimizer = torch.optim.AdamW([group], lr=1e-6, weight_decay=0.0, fused=True)
-    scale = dist.get_world_size() / (count * length * strategy.dp_size)
+    scale = dist.get_world_size() / (arguments.micro_batches * count * length * strategy.dp_size)
     seconds, peak = [], 0.0
 
     def once() -> Tensor:
-        loss = -policy(packed, 1.0)[0].sum() * scale
-        loss.backward()
+        for _ in range(arguments.micro_batches):
+            loss = -policy(packed, 1.0)[0].sum() * scale
+            loss.backward()
         clip_roles(optimizer.param_groups, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         _wait(device)
         return loss
 
-    for step in range(steps + 1):  # the first compiles and allocates
+    for step in range(arguments.steps + 1):  # the first compiles and allocates
         _wait(device)
         start = time.perf_counter()
         if device.type == "cuda" and step == 1:
@@ -87,7 +88,7 @@ def measure(
         seconds.append(time.perf_counter() - start)
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated() / 2**30
-    if profiled:
+    if arguments.profile:
         with torch.profiler.profile() as trace:
             once()
         if dist.get_rank() == 0:
@@ -126,18 +127,18 @@ def rows(arguments: argparse.Namespace) -> None:
         lora = LoRA(**given.pop("lora")) if "lora" in given else None
         for length in arguments.lengths:
             count = max(1, arguments.tokens * arguments.sp // length)
-            tokens = count * length * strategy.dp_size
+            tokens = arguments.micro_batches * count * length * strategy.dp_size
             config = config_of(arguments.shape, max(arguments.lengths))
             with tempfile.TemporaryDirectory() as folder:
                 config.save_pretrained(folder)
                 policy = build_policy(ModelSettings(folder, lora=lora, **given), strategy)
             dims = dims_of(config) if lora is None else frozen(dims_of(config), *trained_matrices(policy))
             try:
-                seconds, memory, _ = measure(policy, strategy, length, count, arguments.steps, arguments.profile)
+                seconds, memory, _ = measure(policy, strategy, length, count, arguments)
             except torch.OutOfMemoryError:
                 result = "out of memory"
             else:
-                lengths = [length] * count * strategy.dp_size
+                lengths = [length] * (tokens // length)
                 work = [training_flops(dims, lengths, lookup=lookup) for lookup in (False, True)]
                 shares = [f"{w / seconds / world / peak:.1%}" if peak else "-" for w in work]
                 result = f"{seconds:7.3f}   {tokens / seconds / world:12,.0f}   {shares[0]:>5}   {shares[1]:>8}   {memory:10.1f}"
@@ -154,6 +155,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 8192, 32768])
     parser.add_argument("--tokens", type=int, default=32768, help="per GPU and micro-batch")
+    parser.add_argument("--micro_batches", type=int, default=1, help="per optimizer step")
     parser.add_argument("--switches", nargs="+", default=["{}"])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--sp", type=int, default=1)
