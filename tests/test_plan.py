@@ -593,7 +593,8 @@ def test_a_trained_tower_has_state_and_activations(tmp_path):
 
 def test_image_tokens_of_a_micro_batch():
     assert run_of().image_tokens(4) == 3 * 100  # 1200 tokens: two sequences of 500, and room for a part of one
-    assert run_of().image_tokens(1) == 100  # one prompt has four responses
+    assert run_of().image_tokens(1) == 2 * 100  # the first may be the last of a prompt's four responses
+    assert run_of(micro_batch_tokens=1500).image_tokens(1) == 3 * 100  # six sequences: one, four, and one more
 
 
 def test_one_optimizer_step_without_reference_needs_no_pass_before_the_update():

@@ -134,10 +134,10 @@ class Run:
         """At most so many tokens of pictures are in a micro-batch: as if prompts were full length and nothing but pictures.
 
         Every GPU that shares the stream computes all of them. Responses to one prompt share its pictures if the iteration is
-        one step; drawn into several, they may be apart.
+        one step (its first and last prompt may have others in the streams beside); drawn into several steps, they may be apart.
         """
         sequences = -(-self.stream_tokens(steps) * self.sequence_ranks // self.longest)
-        prompts = -(-sequences // self.num_generations) if steps == 1 else sequences
+        prompts = 1 - (1 - sequences) // self.num_generations if steps == 1 else sequences
         return prompts * (self.longest - self.response_length)
 
     @property

@@ -208,13 +208,15 @@ def _saved_bytes(model: nn.Module, layers: list[nn.Module], **inputs: Any) -> tu
     """(largest layer, largest MLP in a layer besides its input, everything), in bytes, of one forward pass."""
     saved, at, mlps = SavedBytes(model), [0], [0]
     hooks = [layer.register_forward_hook(lambda *_: at.append(saved.total)) for layer in layers]
+
+    def enter(mlp: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mlps.append(-saved.total - [*args, *kwargs.values()][0].nbytes)
+
+    def leave(*_: Any) -> None:
+        mlps[-1] += saved.total
+
     for mlp in (mlp for layer in layers if isinstance(mlp := getattr(layer, "mlp", None), nn.Module)):
-        hooks.append(mlp.register_forward_pre_hook(lambda _, args: mlps.append(-saved.total - args[0].nbytes)))
-
-        def leave(*_: Any) -> None:
-            mlps[-1] += saved.total
-
-        hooks.append(mlp.register_forward_hook(leave))
+        hooks += [mlp.register_forward_pre_hook(enter, with_kwargs=True), mlp.register_forward_hook(leave)]
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
         model(**inputs)
     for hook in hooks:
