@@ -40,6 +40,7 @@ from lightning_rlhf.plan.known import _BY_NAME, known_config
 from lightning_rlhf.plan.run import Run, optimizer_bytes
 from lightning_rlhf.plan.shape import shape_of
 from lightning_rlhf.rollout import TransformersEngine, VLLMEngine
+from lightning_rlhf.rollout.vllm import WORKING
 from lightning_rlhf.ulysses import packed_attention, set_attention
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -553,7 +554,7 @@ def test_a_switch_saves_the_bytes_that_it_should(name):
 
 def test_an_engine_that_sleeps_leaves_its_weights_on_the_host():
     awake = plan_of(_ppo(), RolloutCallback(engine=VLLMEngine(), sleep_level=0)).phases
-    assert awake[2].parts["engine"] == awake[0].parts["engine"] > 0
+    assert awake[2].parts["engine"] == awake[0].parts["engine"] - WORKING > 0
     asleep = plan_of(_ppo(), RolloutCallback(engine=VLLMEngine(), sleep_level=1))
     assert asleep.phases[2].parts["engine"] == 0
     assert asleep.host["engine weights"] == 4 * asleep.engine.weights
