@@ -152,7 +152,7 @@ def _matmul_parameters(config: Any) -> int | None:
 
 
 def _memory_problems(plan: Plan) -> list[Problem]:
-    """Estimates warn where the user said what gives way, and end the run where the plan finds nothing more to give."""
+    """Estimates warn; what is known to the byte ends the run, unless the user said what gives way."""
     if not plan.device_memory:
         return []
     found = []
@@ -170,11 +170,13 @@ def _memory_problems(plan: Plan) -> list[Problem]:
                 f"{phase.name} is estimated at {phase.total / GIB:.0f} GiB of the GPU's {plan.device_memory / GIB:.0f},"
                 f" most of it {_remedy(phase)}"
             )
-            if not plan.fixed:
+            state = sum(phase.parts.get(name, 0) for name in ("parameters", "reference", "optimizer", "gradients"))
+            sure = not plan.fixed and state > plan.device_memory  # activations and transients are bounds: they only warn
+            if sure:
                 message = (
                     f"nothing fits even if the engine {plan.choice.rung}: {message}; rollout.sleep_level: 2 tries it"
                 )
-            found.append(Problem("warning" if plan.fixed else "error", message))
+            found.append(Problem("error" if sure else "warning", message))
     return found
 
 
