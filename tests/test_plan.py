@@ -405,7 +405,9 @@ def test_switches_that_trade_memory_move_the_estimate():
 def test_one_optimizer_step_without_reference_needs_no_pass_before_the_update():
     plan = plan_of(GRPOLightningModule("random:tiny"), RolloutCallback())
     assert [phase.name for phase in plan.phases] == ["rollout", "update"]
-    assert plan.engine.kv_cache == 32 * 500 * 2 * plan.roles[0].shape.kv_elements  # 8 prompts x 4 on each data rank
+    assert (
+        plan.engine.kv_cache == 16 * 500 * 2 * plan.roles[0].shape.kv_elements
+    )  # 8 prompts x 4 on the engines of 2 ranks
 
 
 def test_what_does_not_fit_is_said_with_what_to_change():

@@ -18,6 +18,7 @@ from lightning_rlhf.plan.memory import GIB, Options, Phase, Role, host, phases
 from lightning_rlhf.plan.run import Run, optimizer_bytes, read_run
 from lightning_rlhf.plan.shape import Shape, shape_of
 from lightning_rlhf.rollout.engine import EngineMemory
+from lightning_rlhf.rollout.sharing import engine_share
 
 if TYPE_CHECKING:
     from lightning_rlhf.callbacks.rollout import RolloutCallback
@@ -38,6 +39,7 @@ class Plan:
         phases: peak memory of one GPU.
         host: parked in the memory of one node.
         engine: memory of the engine while it is awake.
+        kv_token: bytes of its cache per token, on one GPU.
         engine_name: class.
         sleep_level: of the engine between rollouts.
         device_memory: bytes of one GPU.
@@ -52,6 +54,7 @@ class Plan:
     phases: tuple[Phase, ...]
     host: dict[str, int]
     engine: EngineMemory
+    kv_token: int
     engine_name: str
     sleep_level: int
     device_memory: int
@@ -116,8 +119,13 @@ def make_plan(
     )
     size = run.compute_dtype.itemsize
     in_flight = -(-(run.prompts or 1) // run.data_ranks) * run.num_generations
+    kv_token = size * policy.kv_elements // run.cache_split
     engine = run.engine.plan_memory(
-        size * policy.parameters, size * policy.kv_elements, run.context, in_flight, device_memory
+        size * policy.parameters // run.engine_ranks,
+        kv_token,
+        run.context,
+        engine_share(in_flight, run.sequence_ranks, run.engine_ranks),
+        device_memory,
     )
     plan = Plan(
         model=settings.model,
@@ -127,6 +135,7 @@ def make_plan(
         phases=tuple(phases(run, roles, options, engine)),
         host=host(run, roles, options, engine),
         engine=engine,
+        kv_token=kv_token,
         engine_name=type(run.engine).__name__,
         sleep_level=rollout.sleep_level,
         device_memory=device_memory,
@@ -149,12 +158,11 @@ def _memory_problems(plan: Plan) -> list[Problem]:
     if plan.run.device_type != "cuda":
         return []
     found = []
-    token = plan.run.compute_dtype.itemsize * plan.roles[0].shape.kv_elements
-    if plan.engine.kv_cache < token * plan.run.longest:
+    if plan.engine.kv_cache < plan.kv_token * plan.run.longest:
         message = (
-            f"the engine's KV cache holds {plan.engine.kv_cache // token} tokens beside {plan.engine.weights / GIB:.1f} GiB of"
-            f" weights, the longest sequence has {plan.run.longest}: raise rollout.engine.gpu_memory_utilization or"
-            " kv_cache_memory_bytes"
+            f"the engine's KV cache holds {plan.engine.kv_cache // plan.kv_token} tokens beside"
+            f" {plan.engine.weights / GIB:.1f} GiB of weights, the longest sequence has {plan.run.longest}: raise"
+            " rollout.engine.gpu_memory_utilization or kv_cache_memory_bytes"
         )
         found.append(Problem("error", message))
     for phase in plan.phases:
