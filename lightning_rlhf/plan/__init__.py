@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf.flops import dims_of
+from lightning_rlhf.hf_config import check_class
 from lightning_rlhf.modules.vision import check_vision
 from lightning_rlhf.plan.checks import Problem, problems
 from lightning_rlhf.plan.memory import GIB, Options, Phase, Role, host, phases
@@ -91,6 +92,7 @@ def make_plan(
     shapes: dict[tuple[int, bool, bool], Shape] = {}  # a reference has the actor's, without LoRA
     roles = []
     for name, config in configs.items():
+        check_class(config, module.roles[name].key)
         check_vision(config, module.roles[name])
         key = id(config), name != "critic", name in module.learning_rates
         if key not in shapes:
@@ -102,6 +104,7 @@ def make_plan(
                 trust_remote_code=settings.trust_remote_code,
                 lora=settings.lora if key[2] else None,
                 freeze_vision=settings.freeze_vision,
+                liger=settings.liger,
             )
         roles.append(Role(name, shapes[key], trained=name in module.learning_rates))
     policy = roles[0].shape
@@ -112,6 +115,7 @@ def make_plan(
         offload_reference=settings.offload_reference,
         offload_activations=settings.offload_activations,
         recomputed=settings.recomputed,
+        tiled_mlp=settings.tiled_mlp,
         sleep_level=rollout.sleep_level,
         evaluates=module.needs_old_log_probs or module.needs_reference or len(roles) > 1,
         keeps_gathered=run.strategy.reshard_after_forward is False,

@@ -87,6 +87,9 @@ def _details(plan: Plan) -> dict[str, str]:
         "activations": f"{policy.saved_bytes:,.0f} bytes per token, {policy.layer_bytes:,.0f} per layer",
         "KV cache": f"{plan.kv_token:,} bytes per token, {plan.engine.kv_cache // plan.kv_token:,} tokens",
     }
+    if policy.tower_bytes:
+        seen = run.image_tokens(run.mini_batches)
+        details["vision tower"] = f"{policy.tower_bytes:,.0f} bytes per image token, at most {seen:,} in a micro-batch"
     parked = {name: size for name, size in plan.host.items() if size}
     if parked:
         details["GiB per host"] = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parked.items())
