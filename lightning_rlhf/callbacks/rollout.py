@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +27,7 @@ from lightning_rlhf.plan import Plan, Run, make_plan, problems, read_run
 from lightning_rlhf.plan.checks import too_long
 from lightning_rlhf.plan.ladder import Ladder, Switch
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
+from lightning_rlhf.rollout.sharing import Pool, engine_share, pool_size
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.weights import gather, with_checksum
 from lightning_rlhf.types import Prompts, Rollout, Sampling, derive_seed
@@ -87,6 +89,10 @@ class RolloutCallback(pl.Callback):
                 "there are two RolloutCallbacks: configure the one under rollout, not in trainer.callbacks"
             )
         self.engine.setup(self._engine_setup(trainer, module, stage))
+        sp, tp = module.strategy.sequence_parallel_size, self.engine.tensor_parallel_size
+        size = pool_size(sp, tp)
+        gather_objects = partial(module.strategy.all_gather_objects, ranks=size)
+        self._pool = Pool(sp, tp, module.strategy.global_rank % size, gather_objects)
         self.engine.weight_version = -1  # it may hold the weights of another module
         self._host = HostMemory()  # its buffers are those of one module
 
@@ -100,7 +106,11 @@ class RolloutCallback(pl.Callback):
         if run.prompt_length and run.context > limit:
             raise ValueError(too_long(run, limit))
         sizes = [
-            -(-getattr(data, name, 256) // strategy.dp_size) * sampling.num_generations
+            engine_share(
+                -(-getattr(data, name, 256) // strategy.dp_size) * sampling.num_generations,
+                strategy.sequence_parallel_size,
+                self.engine.tensor_parallel_size,
+            )
             for name, sampling in (("batch_size", self.sampling), ("val_batch_size", self.val_sampling))
             if isinstance(getattr(data, name, 256), int)
         ]
@@ -225,11 +235,11 @@ class RolloutCallback(pl.Callback):
         module.strategy.barrier()
         held = self.engine.checksum() if verify else None
         if sent is not None and held is not None:
-            equal = module.strategy.all_gather_objects_dp(held == sent.checksum)
+            equal = module.strategy.all_gather_objects(held == sent.checksum, module.strategy.world_size)
             if not all(equal):
                 raise RuntimeError(
-                    f"the engine of data rank {equal.index(False)} does not hold the weights that were sent to it: its"
-                    " checksum differs"
+                    f"the engine of rank {equal.index(False)} does not hold the weights that were sent to it: its checksum"
+                    " differs"
                 )
             module.extra_metrics["rollout/checksum_ok"] = 1.0
 
@@ -240,8 +250,13 @@ class RolloutCallback(pl.Callback):
         seeds = [derive_seed(module.seed, iteration, row, i) for row in prompts.index.tolist() for i in range(n)]
         shown = {"images": [one for one in prompts.images for _ in range(n)]} if prompts.images else {}
         with module.phases("generate"):
-            completions = self.engine.generate(
-                [ids for ids in prompts.ids for _ in range(n)], sampling, seeds=seeds, log_probs=log_probs, **shown
+            completions = self._pool.generate(
+                self.engine,
+                [ids for ids in prompts.ids for _ in range(n)],
+                sampling,
+                seeds=seeds,
+                log_probs=log_probs,
+                **shown,
             )
         return Rollout.build(prompts, completions, sampling)
 
