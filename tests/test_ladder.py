@@ -271,7 +271,7 @@ def chosen(rank: int, memory: list[int]) -> tuple[Rung, int | None]:
 
 @pytest.mark.slow
 def test_ranks_with_other_devices_choose_the_same():
-    first, second = spawn(chosen, 2, [8 * GIB, 6 * GIB])
+    first, second = spawn(chosen, 2, [8 * GIB, GIB])  # by its own size the second would refuse
     assert first == second
     assert first[0] == AWAKE
 
