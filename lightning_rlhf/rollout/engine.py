@@ -73,6 +73,8 @@ class RolloutEngine(ABC):
     """
 
     weight_version: int = -1
+    memory_settings: str = "what rollout.engine holds"
+    """The settings to lower when the GPU is too small, for error messages."""
 
     @abstractmethod
     def setup(self, context: EngineSetup) -> None:
