@@ -124,10 +124,10 @@ def makes_room(step: str, rollout: RolloutCallback, module: RLHFLightningModule)
     own_reference = getattr(module, "reference", None) is not None
     settings = {
         f"lower {rollout.engine.memory_settings}": cache,
-        "set rollout.sleep_level: 2": step == "reload" and rollout.sleep_level != 2,
-        "set rollout.offload_optimizer: true": not rollout.offload_optimizer,
+        "set rollout.sleep_level: 2": step == "reload" and rollout.rung.sleep_level != 2,
+        "set rollout.offload_optimizer: true": not rollout.rung.offload_optimizer,
         "set rollout.offload_parameters: true": cache
-        and not rollout.offload_parameters,  # they are needed until the sync
+        and not rollout.rung.offload_parameters,  # they are needed until the sync
         "set model.offload_reference: true": own_reference and not module.settings.offload_reference,
         "shard over more trainer.devices": True,
         "take a smaller model.model": True,

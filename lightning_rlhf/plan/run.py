@@ -130,6 +130,16 @@ class Run:
         sequences = -(-self.responses // (steps * self.data_ranks))
         return min(self.micro_batch_tokens, -(-sequences * self.longest // self.sequence_ranks))
 
+    def image_tokens(self, steps: int) -> int:
+        """At most so many tokens of pictures are in a micro-batch: as if prompts were full length and nothing but pictures.
+
+        Every GPU that shares the stream computes all of them. Responses to one prompt share its pictures if the iteration is
+        one step (its first and last prompt may have others in the streams beside); drawn into several steps, they may be apart.
+        """
+        sequences = -(-self.stream_tokens(steps) * self.sequence_ranks // self.longest)
+        prompts = 1 - (1 - sequences) // self.num_generations if steps == 1 else sequences
+        return prompts * (self.longest - self.response_length)
+
     @property
     def micro_batches(self) -> int | None:
         """Per optimizer step and data rank when every sequence has full length (shorter ones need fewer)."""

@@ -68,7 +68,7 @@ def _lines(plan: Plan) -> dict[str, str]:
         "iteration": f"{run.prompts or '?'} prompts x {run.num_generations} = {run.responses or '?'} responses; {steps}",
         "tokens": f"{run.prompt_length or '?'} + {run.response_length} = up to"
         f" {run.longest if run.prompt_length else run.positions:,} per sequence; {micro}",
-        "engine": f"{plan.engine_name}, context {run.context:,}, sleep level {plan.sleep_level}",
+        "engine": f"{plan.engine_name}, context {run.context:,}, {plan.choice.reason}",
     }
 
 
@@ -86,6 +86,9 @@ def _details(plan: Plan) -> dict[str, str]:
         "activations": f"{policy.saved_bytes:,.0f} bytes per token, {policy.layer_bytes:,.0f} per layer",
         "KV cache": f"{token:,} bytes per token, {plan.engine.kv_cache // token:,} tokens",
     }
+    if policy.tower_bytes:
+        seen = run.image_tokens(run.mini_batches)
+        details["vision tower"] = f"{policy.tower_bytes:,.0f} bytes per image token, at most {seen:,} in a micro-batch"
     parked = {name: size for name, size in plan.host.items() if size}
     if parked:
         details["GiB per host"] = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parked.items())
@@ -107,7 +110,7 @@ def _grid() -> Table:
 
 def _memory(plan: Plan) -> tuple[str, int]:
     """What the columns are, and their unit."""
-    name, unit = ("GiB", GIB) if plan.peak.total > GIB else ("MiB", 2**20)
+    name, unit = ("GiB", GIB) if plan.choice.peak.total > GIB else ("MiB", 2**20)
     return f"{name} per {'GPU' if _on_gpu(plan) else 'process'}", unit
 
 

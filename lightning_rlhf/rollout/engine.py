@@ -39,6 +39,7 @@ class EngineSetup:
         seed: of the run.
         trust_remote_code: as the user asked.
         config_overrides: changes of the model's transformers config.
+        kv_cache_memory_bytes: size of the KV cache by the plan; None where that is the engine's to know.
     """
 
     model: str
@@ -51,18 +52,36 @@ class EngineSetup:
     seed: int = 0
     trust_remote_code: bool = False
     config_overrides: dict[str, Any] | None = None
+    kv_cache_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes on one GPU while the engine is awake."""
+    """Bytes on one GPU while the engine is awake.
+
+    Args:
+        weights: of the model.
+        kv_cache: its size, or where ``least`` is given the size that is wanted.
+        working: of a step of the engine; none between rollouts.
+        least: smallest KV cache that it starts with, where the plan may choose the size; None: it may not.
+        reserved: the KV cache is held from the start, not only while it is used.
+    """
 
     weights: int
     kv_cache: int
+    working: int = 0
+    least: int | None = None
+    reserved: bool = True
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_cache
+        """While it generates."""
+        return self.weights + self.kv_cache + self.working
+
+    @property
+    def idle(self) -> int:
+        """Between rollouts, if it stays awake."""
+        return self.weights + (self.kv_cache if self.reserved else 0)
 
 
 class RolloutEngine(ABC):
@@ -131,7 +150,7 @@ class RolloutEngine(ABC):
             kv_token: bytes of the cache per token.
             context: longest sequence, in tokens.
             sequences: most that are in flight on this rank.
-            device: bytes of the GPU's memory.
+            device: bytes of the GPU's memory, 0 if that is not known.
         """
         return EngineMemory(weights, sequences * context * kv_token)
 

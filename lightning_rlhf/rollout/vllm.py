@@ -45,13 +45,27 @@ log = logging.getLogger(__name__)
 
 MOST_SEQUENCES = 1024
 """In flight at once unless ``engine_args`` says otherwise; the sampler's buffers grow with sequences x vocabulary."""
+UTILIZATION = 0.4
+"""``gpu_memory_utilization`` where neither the user nor the plan says how large the KV cache is."""
+CACHE_SHARE = 0.3
+"""Of the GPU, at most, for a KV cache whose size is the plan's. Few responses reach their full length, and a cache that is full
+delays some, but ends no run."""
+WORKING = 3 << 30
+"""Bytes of a step besides weights and cache: captured graphs, activations of a prefill, float32 logits and their copies in the
+sampler (each 0.6 GiB for `MOST_SEQUENCES` rows of 152 k). An assumption."""
+BLOCK = 16
+"""Tokens of a block of the KV cache, by vLLM's default."""
+CPU_CACHE = 1 << 30
+"""Bytes of the KV cache on the CPU."""
 
 
 class VLLMEngine(RolloutEngine):
     """Generates with a colocated vLLM.
 
     Args:
-        gpu_memory_utilization: share of the device's memory that vLLM may fill with weights, activations and KV cache.
+        gpu_memory_utilization: share of the device's memory that vLLM may fill with weights, activations and KV cache. Default:
+            the plan gives it a KV cache for all responses of a rollout at full length, but at most 30 % of the device and
+            what is free; where there is no plan it is 0.4.
         tensor_parallel_size: ranks that share one engine; must be 1.
         kv_cache_memory_bytes: size of the KV cache; replaces ``gpu_memory_utilization``. Default on the CPU: 1 GiB.
         enforce_eager: no graph capture and no compilation (always so on the CPU).
@@ -68,7 +82,7 @@ class VLLMEngine(RolloutEngine):
 
     def __init__(
         self,
-        gpu_memory_utilization: float = 0.4,
+        gpu_memory_utilization: float | None = None,
         tensor_parallel_size: int = 1,
         kv_cache_memory_bytes: int | None = None,
         enforce_eager: bool = False,
@@ -80,7 +94,7 @@ class VLLMEngine(RolloutEngine):
     ) -> None:
         if tensor_parallel_size != 1:
             raise ValueError(f"rollout.engine.tensor_parallel_size must be 1, got {tensor_parallel_size}")
-        if not 0.0 < gpu_memory_utilization <= 1.0:
+        if gpu_memory_utilization is not None and not 0.0 < gpu_memory_utilization <= 1.0:
             raise ValueError(f"rollout.engine.gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}")
         self.gpu_memory_utilization = gpu_memory_utilization
         self.tensor_parallel_size = tensor_parallel_size
@@ -144,8 +158,10 @@ class VLLMEngine(RolloutEngine):
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "tensor_parallel_size": self.tensor_parallel_size,
-            "gpu_memory_utilization": self.gpu_memory_utilization,
-            "kv_cache_memory_bytes": self.kv_cache_memory_bytes or ((1 << 30) if on_cpu else None),
+            "gpu_memory_utilization": self.gpu_memory_utilization or UTILIZATION,
+            "kv_cache_memory_bytes": self.kv_cache_memory_bytes
+            or context.kv_cache_memory_bytes
+            or (CPU_CACHE if on_cpu else None),
             "enforce_eager": eager,
             "load_format": self.load_format or ("auto" if _takes_images(context) else "dummy"),
             "seed": context.seed % (1 << 32),
@@ -174,9 +190,23 @@ class VLLMEngine(RolloutEngine):
         return self.engine_args.get("max_model_len")
 
     def plan_memory(self, weights: int, kv_token: int, context: int, sequences: int, device: int) -> EngineMemory:
-        """The share of the GPU that vLLM fills, whatever the lengths."""
-        share = int(self.engine_args.get("gpu_memory_utilization", self.gpu_memory_utilization) * device)
-        return EngineMemory(weights, self.kv_cache_memory_bytes or max(0, share - weights))
+        """What the user fixed, its KV cache or its share of the GPU; else a KV cache for the work."""
+        if not device:
+            return EngineMemory(weights, self.kv_cache_memory_bytes or CPU_CACHE)
+        fixed = {
+            "kv_cache_memory_bytes": self.kv_cache_memory_bytes,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+        } | self.engine_args
+        if fixed["kv_cache_memory_bytes"]:
+            return EngineMemory(weights, fixed["kv_cache_memory_bytes"], WORKING)
+        if fixed["gpu_memory_utilization"]:
+            return EngineMemory(weights, max(0, int(fixed["gpu_memory_utilization"] * device) - weights))
+        block = fixed.get("block_size") or BLOCK
+        sequence = -(-max(context, self.context_limit or 0) // block) * block * kv_token
+        in_flight = min(sequences, fixed.get("max_num_seqs", MOST_SEQUENCES))
+        least = 2 * sequence  # the longest, and room for what vLLM rounds up or keeps for itself
+        wanted = min((in_flight + 1) * sequence, int(CACHE_SHARE * device))
+        return EngineMemory(weights, max(least, wanted), WORKING, least)
 
     # ── memory and weights ───────────────────────────────────────────────────────────────────────────────────────────
 
