@@ -118,6 +118,8 @@ def test_hybrid_sharding_by_nodes():
 
 # -- checks ------------------------------------------------------------------------------------------------------------
 
+SIX = {"world_size": 6, "strategy": FSDPUlyssesStrategy(), "prompts": 36}
+
 CHECKS = {
     "tiles": (
         {"world_size": 6, "num_nodes": 1, "prompts": 30},
@@ -163,6 +165,29 @@ CHECKS = {
         {"engine": VLLMEngine(engine_args={"max_model_len": 499})},
         "error",
         "the engine's context of 499 tokens must hold the longest sequence of 500",
+    ),
+    "engine and node": (
+        {"engine": VLLMEngine(tensor_parallel_size=4), "num_nodes": 4},
+        "error",
+        "rollout.engine.tensor_parallel_size=4 must divide the 2 processes of a node, an engine is made of consecutive ones",
+    ),
+    "engine and world": (
+        {"engine": VLLMEngine(tensor_parallel_size=2), "num_nodes": 2} | SIX,
+        "error",
+        "rollout.engine.tensor_parallel_size=2 must divide the 3 processes of a node",
+    ),
+    "engine and heads": (
+        {"engine": VLLMEngine(tensor_parallel_size=3), "num_nodes": 1} | SIX,
+        "error",
+        "rollout.engine.tensor_parallel_size=3 must divide the 4 attention heads: take 2",
+    ),
+    "engine and key/value heads": (
+        {
+            "engine": VLLMEngine(engine_args={"tensor_parallel_size": 4}),
+            "config": LlamaConfig(**SIZES | {"hidden_size": 96, "num_attention_heads": 12}, num_key_value_heads=6),
+        },
+        "error",
+        "rollout.engine.tensor_parallel_size=4 must divide the 6 key/value heads or be a multiple of them: take 3",
     ),
     "soft-capping": (
         {"config": MODELS["gemma2"]},
@@ -601,7 +626,19 @@ def test_image_tokens_of_a_micro_batch():
 def test_one_optimizer_step_without_reference_needs_no_pass_before_the_update():
     plan = plan_of(GRPOLightningModule("random:tiny"), RolloutCallback())
     assert [phase.name for phase in plan.phases] == ["rollout", "update"]
-    assert plan.engine.kv_cache == 32 * 500 * 2 * plan.roles[0].shape.kv_elements  # 8 prompts x 4 on each data rank
+    assert (
+        plan.engine.kv_cache == 16 * 500 * 2 * plan.roles[0].shape.kv_elements
+    )  # 8 prompts x 4 on the engines of 2 ranks
+
+
+def test_ranks_that_share_an_engine_share_its_weights_and_cache():
+    alone, shared = (
+        plan_of(_ppo(), RolloutCallback(engine=VLLMEngine(tensor_parallel_size=ranks, gpu_memory_utilization=0.5)))
+        for ranks in (1, 2)
+    )
+    assert shared.engine.weights == alone.engine.weights // 2
+    assert shared.engine.total == alone.engine.total == 40 * 2**30, "the share of a GPU"
+    assert [run_of(engine=VLLMEngine(tensor_parallel_size=n)).cache_split for n in (1, 2, 4)] == [1, 2, 2], "2 heads"
 
 
 def test_what_does_not_fit_is_said_with_what_to_change():

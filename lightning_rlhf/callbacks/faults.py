@@ -37,8 +37,13 @@ _OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "cudaErrorMemor
 
 
 @contextmanager
-def agreed(what: str) -> Iterator[None]:
+def agreed(what: str, *, alone: bool = False) -> Iterator[None]:
     """A step that all ranks end together, which makes it a barrier. Collectives inside are not protected.
+
+    Args:
+        what: the step.
+        alone: a rank that fails does not wait for the others, which may wait for it inside the step: they end when its
+            process does.
 
     Raises:
         RuntimeError: it failed on another rank; this one's own exception is raised as it is.
@@ -46,8 +51,9 @@ def agreed(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        with suppress(Exception):  # the others may be gone
-            _all_gather(f"{type(error).__name__}: {error}")
+        if not alone:
+            with suppress(Exception):  # the others may be gone
+                _all_gather(f"{type(error).__name__}: {error}")
         raise
     for rank, message in enumerate(_all_gather(None)):
         if message is not None:

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,6 +33,7 @@ from lightning_rlhf.plan import Plan, Run, make_plan, problems, read_run
 from lightning_rlhf.plan.checks import too_long
 from lightning_rlhf.plan.ladder import Ladder, Switch
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
+from lightning_rlhf.rollout.sharing import Pool, engine_share, pool_size
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.weights import gather, with_checksum
 from lightning_rlhf.types import Prompts, Rollout, Sampling, derive_seed
@@ -102,6 +104,10 @@ class RolloutCallback(pl.Callback):
         with agreed("setting up the engine"):
             self.engine.setup(context)
         self._context = min(context.max_model_len, self.engine.context_limit or context.max_model_len)
+        sp, tp = module.strategy.sequence_parallel_size, self.engine.tensor_parallel_size
+        size = pool_size(sp, tp)
+        gather_objects = partial(module.strategy.all_gather_objects, ranks=size)
+        self._pool = Pool(sp, tp, module.strategy.global_rank % size, gather_objects)
         self.engine.weight_version = -1  # it may hold the weights of another module
         self._host = HostMemory()  # its buffers are those of one module
 
@@ -115,7 +121,11 @@ class RolloutCallback(pl.Callback):
         if run.prompt_length and run.context > limit:
             raise ValueError(too_long(run, limit))
         sizes = [
-            -(-getattr(data, name, 256) // strategy.dp_size) * sampling.num_generations
+            engine_share(
+                -(-getattr(data, name, 256) // strategy.dp_size) * sampling.num_generations,
+                strategy.sequence_parallel_size,
+                self.engine.tensor_parallel_size,
+            )
             for name, sampling in (("batch_size", self.sampling), ("val_batch_size", self.val_sampling))
             if isinstance(getattr(data, name, 256), int)
         ]
@@ -255,10 +265,16 @@ class RolloutCallback(pl.Callback):
         n = sampling.num_generations
         seeds = [derive_seed(module.seed, iteration, row, i) for row in prompts.index.tolist() for i in range(n)]
         shown = {"images": [one for one in prompts.images for _ in range(n)]} if prompts.images else {}
-        with self._step(module, "generate"):
+        with self._step(module, "generate"):  # of its own: a rank that fails must not miss the exchanges of the pool
             check_lengths(prompts, self._context)
-            completions = self.engine.generate(
-                [ids for ids in prompts.ids for _ in range(n)], sampling, seeds=seeds, log_probs=log_probs, **shown
+        with self._step(module, "generate"):
+            completions = self._pool.generate(
+                self.engine,
+                [ids for ids in prompts.ids for _ in range(n)],
+                sampling,
+                seeds=seeds,
+                log_probs=log_probs,
+                **shown,
             )
             return Rollout.build(prompts, completions, sampling)
 
@@ -269,7 +285,8 @@ class RolloutCallback(pl.Callback):
         where = f"iteration {at + 1}" if trainer.training else f"{trainer.state.stage.value} at iteration {at}"  # type: ignore[union-attr]
         what = f"{phase} {part}".rstrip() + f" of {where}"
         memory = told_by_settings(what, makes_room(part or phase, self, module))
-        with agreed(what), watched(what, self.timeout_s), memory, module.phases(phase):
+        alone = phase == "generate" and self.engine.tensor_parallel_size > 1
+        with agreed(what, alone=alone), watched(what, self.timeout_s), memory, module.phases(phase):
             yield
 
 

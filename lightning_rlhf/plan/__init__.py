@@ -21,6 +21,7 @@ from lightning_rlhf.plan.memory import GIB, Options, Phase, Role, host
 from lightning_rlhf.plan.run import Run, optimizer_bytes, read_run
 from lightning_rlhf.plan.shape import Shape, shape_of
 from lightning_rlhf.rollout.engine import EngineMemory
+from lightning_rlhf.rollout.sharing import engine_share
 
 if TYPE_CHECKING:
     from lightning_rlhf.callbacks.rollout import RolloutCallback
@@ -41,6 +42,7 @@ class Plan:
         choice: what gives way to the engine, and what one GPU holds at the peak of each phase.
         fixed: the user said what gives way.
         host: parked in the memory of one node.
+        kv_token: bytes of the engine's cache per token, on one GPU.
         engine_name: class.
         device_memory: bytes of one GPU, 0 if that is not known.
         problems: what cannot work or costs.
@@ -54,6 +56,7 @@ class Plan:
     choice: Choice
     fixed: bool
     host: dict[str, int]
+    kv_token: int
     engine_name: str
     device_memory: int
     problems: tuple[Problem, ...]
@@ -123,8 +126,13 @@ def make_plan(
     )
     size = run.compute_dtype.itemsize
     in_flight = -(-(run.prompts or 256) // run.data_ranks) * run.num_generations
+    kv_token = size * policy.kv_elements // run.cache_split
     engine = run.engine.plan_memory(
-        size * policy.parameters, size * policy.kv_elements, run.context, in_flight, device_memory
+        size * policy.parameters // run.engine_ranks,
+        kv_token,
+        run.context,
+        engine_share(in_flight, run.sequence_ranks, run.engine_ranks),
+        device_memory,
     )
     choice = choose(run, roles, options, engine, rollout.ladder, device_memory)
     plan = Plan(
@@ -135,6 +143,7 @@ def make_plan(
         choice=choice,
         fixed=rollout.ladder.sleep_level != "auto",
         host=host(run, roles, replace(options, rung=choice.rung), engine),
+        kv_token=kv_token,
         engine_name=type(run.engine).__name__,
         device_memory=device_memory,
         problems=tuple(problems(run)),
@@ -156,12 +165,11 @@ def _memory_problems(plan: Plan) -> list[Problem]:
     if not plan.device_memory:
         return []
     found = []
-    token = plan.run.compute_dtype.itemsize * plan.roles[0].shape.kv_elements
-    if plan.engine.kv_cache < token * plan.run.longest:
+    if plan.engine.kv_cache < plan.kv_token * plan.run.longest:
         message = (
-            f"the engine's KV cache holds {plan.engine.kv_cache // token} tokens beside {plan.engine.weights / GIB:.1f} GiB of"
-            f" weights, the longest sequence has {plan.run.longest}: raise rollout.engine.gpu_memory_utilization or"
-            " kv_cache_memory_bytes"
+            f"the engine's KV cache holds {plan.engine.kv_cache // plan.kv_token} tokens beside"
+            f" {plan.engine.weights / GIB:.1f} GiB of weights, the longest sequence has {plan.run.longest}: raise"
+            " rollout.engine.gpu_memory_utilization or kv_cache_memory_bytes"
         )
         found.append(Problem("error", message))
     for phase in plan.phases if plan.fixed else [plan.choice.peak]:

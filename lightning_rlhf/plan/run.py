@@ -81,6 +81,23 @@ class Run:
         return max(1, self.world_size // self.sequence_ranks)
 
     @property
+    def engine_ranks(self) -> int:
+        """GPUs that share an engine."""
+        return self.engine.tensor_parallel_size
+
+    @property
+    def attention_heads(self) -> tuple[int | None, int | None]:
+        """Query heads and key/value heads; None for a model without attention."""
+        text = self.config.get_text_config()
+        count = getattr(text, "num_attention_heads", None)
+        return count, getattr(text, "num_key_value_heads", None) or count
+
+    @property
+    def cache_split(self) -> int:
+        """GPUs over which an engine splits its KV cache: with more of them than key/value heads, heads are repeated."""
+        return min(self.engine_ranks, self.attention_heads[1] or 1)
+
+    @property
     def replicas(self) -> int:
         """Copies of the sharded parameters."""
         return self.strategy.replicas(self.num_nodes)
