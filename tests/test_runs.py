@@ -81,6 +81,7 @@ def test_the_metrics_have_the_names_that_are_documented(tmp_path):
         *("critic/vf_loss", "critic/clip_fraction", "critic/explained_variance", "critic/grad_norm", "critic/lr"),
         *("reward/mean", "reward/std", "reward/share_of_digits/mean", "reward/frac_zero_std"),
         *("completions/mean_length", "completions/max_length", "completions/clipped_ratio"),
+        *("completions/aborted_ratio", "rollout/logprob_nonfinite_ratio"),
         *("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/checksum_ok"),
         *("perf/throughput", "perf/padding_efficiency", "perf/cpu_memory_gb"),
         *("timing_s/generate", "timing_s/sync", "timing_s/reward", "timing_s/log_prob", "timing_s/reference"),

@@ -1,16 +1,21 @@
 """`RolloutCallback`: owns the engine and fills ``batch["rollout"]`` before the module sees the batch.
 
     on_train_batch_start    offload optimizer → wake(weights) → sync → offload parameters → wake(kv_cache) → generate → sleep
-                            → reload both, also when the engine fails
+                            → reload both
     on_validation_start     wake, sync, once per validation loop; generate per batch; sleep at its end
 
 Every generation phase first compares the engine's weight version with the module's and syncs when they differ. The first sync
 and every n-th is verified: a checksum of the weights the engine holds against the ones that were sent.
+
+All ranks take each step or none: after it they exchange whether it failed, see `faults`. After a failure the engine is closed
+and everything is reloaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -18,10 +23,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from jsonargparse.typing import NonNegativeInt
+from jsonargparse.typing import NonNegativeInt, PositiveFloat
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_rlhf.callbacks.faults import agreed, check_lengths, makes_room, told_by_settings, watched
 from lightning_rlhf.callbacks.offload import HostMemory
 from lightning_rlhf.plan import Plan, Run, make_plan, problems, read_run
 from lightning_rlhf.plan.checks import too_long
@@ -34,6 +40,8 @@ from lightning_rlhf.types import Prompts, Rollout, Sampling, derive_seed
 
 if TYPE_CHECKING:
     from lightning_rlhf.modules.base import RLHFLightningModule
+
+log = logging.getLogger(__name__)
 
 
 class RolloutCallback(pl.Callback):
@@ -50,6 +58,8 @@ class RolloutCallback(pl.Callback):
         verify_sync_every: compare checksums on the first sync and on every n-th; 0 never.
         log_probs_every: take the sampler's log-probs in every n-th iteration, to measure how far the engine is from the
             trainer; they slow vLLM down; 0 never. They do not touch the loss.
+        timeout_s: seconds that one step of a rollout (sync, wake, generate, sleep) may take; then the process ends and shows
+            where it hung. Null is no limit: only you know how long the longest generation is.
     """
 
     def __init__(
@@ -62,6 +72,7 @@ class RolloutCallback(pl.Callback):
         verify_sync_every: NonNegativeInt = 50,
         log_probs_every: NonNegativeInt = 10,
         offload_parameters: Switch = "auto",
+        timeout_s: PositiveFloat | None = None,
     ) -> None:
         if sampling.temperature <= 0.0:
             raise ValueError(
@@ -77,6 +88,7 @@ class RolloutCallback(pl.Callback):
         self._host = HostMemory()
         self.verify_sync_every = verify_sync_every
         self.log_probs_every = log_probs_every
+        self.timeout_s = timeout_s
         self._syncs = 0
 
     # -- engine life -------------------------------------------------------------------------------
@@ -88,7 +100,10 @@ class RolloutCallback(pl.Callback):
             raise ValueError(
                 "there are two RolloutCallbacks: configure the one under rollout, not in trainer.callbacks"
             )
-        self.engine.setup(self._engine_setup(trainer, module, stage))
+        context = self._engine_setup(trainer, module, stage)
+        with agreed("setting up the engine"):
+            self.engine.setup(context)
+        self._context = min(context.max_model_len, self.engine.context_limit or context.max_model_len)
         sp, tp = module.strategy.sequence_parallel_size, self.engine.tensor_parallel_size
         size = pool_size(sp, tp)
         gather_objects = partial(module.strategy.all_gather_objects, ranks=size)
@@ -153,8 +168,9 @@ class RolloutCallback(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         try:
             self.engine.close()
-        finally:
-            self._reload(trainer, pl_module)  # type: ignore[arg-type]
+        except Exception:
+            log.exception("the engine could not be closed after a %s", type(exception).__name__)
+        self._reload(trainer, pl_module)  # type: ignore[arg-type]
 
     # -- phases ------------------------------------------------------------------------------------
 
@@ -163,12 +179,10 @@ class RolloutCallback(pl.Callback):
     ) -> None:
         module: RLHFLightningModule = pl_module  # type: ignore[assignment]
         iteration = trainer.fit_loop.total_batch_idx
-        try:
-            self._wake(trainer, module)
-            log_probs = self.log_probs_every > 0 and iteration % self.log_probs_every == 0
-            batch["rollout"] = self._generate(module, batch["prompts"], self.sampling, iteration, log_probs)
-        finally:
-            self._sleep(trainer, module)
+        self._wake(trainer, module)
+        log_probs = self.log_probs_every > 0 and iteration % self.log_probs_every == 0
+        batch["rollout"] = self._generate(module, batch["prompts"], self.sampling, iteration, log_probs)
+        self._sleep(trainer, module)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._wake(trainer, pl_module)  # type: ignore[arg-type]
@@ -194,33 +208,32 @@ class RolloutCallback(pl.Callback):
     def _wake(self, trainer: pl.Trainer, module: RLHFLightningModule) -> None:
         """Weights first, synced if they are not the policy's, then the KV cache: that keeps the peak down."""
         if self.rung.offload_optimizer:
-            with module.phases("offload"):
+            with self._step(module, "offload"):
                 self._host.offload_states(trainer.optimizers)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        with module.phases("sync"):
+        with self._step(module, "wake", "weights"):
             self.engine.wake(["weights"])
-            if self.engine.weight_version != module.weight_version:
-                self._sync(module)
+        if self.engine.weight_version != module.weight_version:
+            self._sync(module)
         if self.rung.offload_parameters:
-            with module.phases("offload"):
+            with self._step(module, "offload"):
                 for root in _roots(module):
                     self._host.offload_parameters(root)
-        with module.phases("wake"):
+        with self._step(module, "wake", "kv_cache"):
             self.engine.wake(["kv_cache"])
 
     def _sleep(self, trainer: pl.Trainer, module: RLHFLightningModule) -> None:
-        try:
-            with module.phases("sleep"):
-                self.engine.sleep(self.rung.sleep_level)
-        finally:
-            self._reload(trainer, module)
+        with self._step(module, "sleep"):
+            self.engine.sleep(self.rung.sleep_level)
+        if self._host.in_use:
+            with self._step(module, "reload"):
+                self._reload(trainer, module)
 
     def _reload(self, trainer: pl.Trainer, module: RLHFLightningModule) -> None:
         """Whatever is on the host comes back."""
         if self._host.in_use:
-            with module.phases("reload"):
-                self._host.reload(_roots(module), trainer.optimizers, trainer.strategy.root_device)
+            self._host.reload(_roots(module), trainer.optimizers, trainer.strategy.root_device)
 
     def _sync(self, module: RLHFLightningModule) -> None:
         module.strategy.reshard(module.actor)
@@ -231,17 +244,20 @@ class RolloutCallback(pl.Callback):
             gather(module.actor.hf_named_parameters(), dtype), module.actor.hf_named_buffers()
         )
         sent = with_checksum(weights) if verify else None
-        self.engine.load_weights(sent or weights, module.weight_version)
-        module.strategy.barrier()
-        held = self.engine.checksum() if verify else None
-        if sent is not None and held is not None:
-            equal = module.strategy.all_gather_objects(held == sent.checksum, module.strategy.world_size)
-            if not all(equal):
-                raise RuntimeError(
-                    f"the engine of rank {equal.index(False)} does not hold the weights that were sent to it: its checksum"
-                    " differs"
-                )
-            module.extra_metrics["rollout/checksum_ok"] = 1.0
+        with self._step(module, "sync"):
+            try:
+                self.engine.load_weights(sent or weights, module.weight_version)
+            except Exception:
+                for _ in weights:  # the other ranks need this one's shards to get as far
+                    pass
+                raise
+            held = self.engine.checksum() if verify else None
+            if sent is not None and held is not None:
+                if held != sent.checksum:
+                    raise RuntimeError(
+                        "the engine does not hold the weights that were sent to it: its checksum differs"
+                    )
+                module.extra_metrics["rollout/checksum_ok"] = 1.0
 
     def _generate(
         self, module: RLHFLightningModule, prompts: Prompts, sampling: Sampling, iteration: int, log_probs: bool
@@ -249,7 +265,9 @@ class RolloutCallback(pl.Callback):
         n = sampling.num_generations
         seeds = [derive_seed(module.seed, iteration, row, i) for row in prompts.index.tolist() for i in range(n)]
         shown = {"images": [one for one in prompts.images for _ in range(n)]} if prompts.images else {}
-        with module.phases("generate"):
+        with self._step(module, "generate"):  # of its own: a rank that fails must not miss the exchanges of the pool
+            check_lengths(prompts, self._context)
+        with self._step(module, "generate"):
             completions = self._pool.generate(
                 self.engine,
                 [ids for ids in prompts.ids for _ in range(n)],
@@ -258,7 +276,18 @@ class RolloutCallback(pl.Callback):
                 log_probs=log_probs,
                 **shown,
             )
-        return Rollout.build(prompts, completions, sampling)
+            return Rollout.build(prompts, completions, sampling)
+
+    @contextmanager
+    def _step(self, module: RLHFLightningModule, phase: str, part: str = "") -> Iterator[None]:
+        """A span of the rollout that hangs on no rank, fails on all of them or none, and says what to change."""
+        trainer, at = module.trainer, module.trainer.global_step
+        where = f"iteration {at + 1}" if trainer.training else f"{trainer.state.stage.value} at iteration {at}"  # type: ignore[union-attr]
+        what = f"{phase} {part}".rstrip() + f" of {where}"
+        memory = told_by_settings(what, makes_room(part or phase, self, module))
+        alone = phase == "generate" and self.engine.tensor_parallel_size > 1
+        with agreed(what, alone=alone), watched(what, self.timeout_s), memory, module.phases(phase):
+            yield
 
 
 def _roots(module: RLHFLightningModule) -> list[torch.nn.Module]:

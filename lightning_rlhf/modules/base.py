@@ -41,6 +41,7 @@ from lightning_rlhf.modules.report import (
     Alarms,
     ValidationMetrics,
     add_completions,
+    add_mismatch,
     add_scores,
     constant_groups,
     finish,
@@ -98,7 +99,7 @@ class RLHFLightningModule(ModelRoles):
         clip_dual: bound of the loss at negative advantages, in units of the advantage; null switches it off.
         entropy_coef: weight of the entropy bonus.
         kl: distance to the frozen reference.
-        mask_truncated: leave responses that hit ``max_completion_length`` out.
+        mask_truncated: leave responses out that hit ``max_completion_length``, or that the engine aborted.
         ppo_epochs: passes over a rollout.
         mini_batches: optimizer steps per pass.
         micro_batch_tokens: token budget of one forward and backward pass on one GPU; must hold the longest sequence.
@@ -388,9 +389,7 @@ class RLHFLightningModule(ModelRoles):
         for name, value in token_metrics.items():
             metrics.mean(f"actor/{name}", value, weights)
         if experience.sampler_log_probs is not None:
-            difference = (old - experience.sampler_log_probs[rows, :width]).abs() * mask
-            metrics.mean("rollout/logprob_diff_mean", difference, mask)
-            metrics.max("rollout/logprob_diff_max", difference)
+            add_mismatch(metrics, old, experience.sampler_log_probs[rows, :width], mask)
 
     def optimizer_step_of_iteration(self, metrics: Metrics, last: bool) -> None:
         """Clip and check each role, then step once; a role without a finite norm keeps its weights and is counted."""

@@ -23,18 +23,16 @@ def gather_experience(
     """Token ids and scalars of all data ranks, ordered by group: megabytes, whatever the model's size. Pictures stay.
 
     The order, and so everything computed from it, does not depend on the number of data ranks. Rows that cannot be learned
-    from get mask 0: empty and aborted responses, and responses whose score is NaN.
+    from get mask 0: empty responses, and those whose score is NaN.
 
     Args:
         all_gather: one picklable object per data rank -> their list.
-        mask_truncated: rows cut at the length limit get mask 0 too.
+        mask_truncated: rows cut at the length limit, or aborted by the engine, get mask 0 too.
         data_rank: this one.
     """
     n = rollout.sampling.num_generations
     prompts = [ids for ids in rollout.prompts.ids for _ in range(n)]
-    usable = [
-        c.finish_reason != "abort" and not (mask_truncated and c.finish_reason == "length") for c in rollout.completions
-    ]
+    usable = [c.finish_reason == "stop" or not mask_truncated for c in rollout.completions]
     shares = all_gather(
         {
             "ids": torch.tensor(

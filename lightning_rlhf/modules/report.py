@@ -32,12 +32,23 @@ def add_scores(metrics: Metrics, scores: Scores, logged: Sequence[str]) -> None:
 
 
 def add_completions(metrics: Metrics, rollout: Rollout) -> None:
-    """Lengths of this data rank's responses, and how many were cut at the limit."""
+    """Lengths of this data rank's responses, and how many were cut: at the limit, or by the engine."""
     lengths = rollout.mask.sum(1)
     metrics.mean("completions/mean_length", lengths)
     metrics.max("completions/max_length", lengths)
-    cut = [float(c.finish_reason == "length") for c in rollout.completions]
-    metrics.mean("completions/clipped_ratio", torch.tensor(cut, device=lengths.device))
+    for name, reason in (("clipped", "length"), ("aborted", "abort")):
+        cut = [float(c.finish_reason == reason) for c in rollout.completions]
+        metrics.mean(f"completions/{name}_ratio", torch.tensor(cut, device=lengths.device))
+
+
+def add_mismatch(metrics: Metrics, log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor) -> None:
+    """Engine against trainer on the tokens of one micro-batch, each (b, T); a log-prob that is no number is only counted."""
+    finite = sampler_log_probs.isfinite()
+    valid = mask * finite
+    difference = torch.where(valid > 0, (log_probs - sampler_log_probs).abs(), 0)
+    metrics.mean("rollout/logprob_diff_mean", difference, valid)
+    metrics.max("rollout/logprob_diff_max", difference)
+    metrics.mean("rollout/logprob_nonfinite_ratio", ~finite, mask)
 
 
 def constant_groups(experience: Experience) -> float:

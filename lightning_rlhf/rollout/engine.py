@@ -93,6 +93,8 @@ class RolloutEngine(ABC):
 
     tensor_parallel_size: int = 1
     weight_version: int = -1
+    memory_settings: str = "what rollout.engine holds"
+    """The settings to lower when the GPU is too small, for error messages."""
 
     @abstractmethod
     def setup(self, context: EngineSetup) -> None:

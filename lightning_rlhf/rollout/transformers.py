@@ -42,6 +42,8 @@ class TransformersEngine(RolloutEngine):
         dtype: of weights and compute; "auto" is the trainer's.
     """
 
+    memory_settings = "rollout.engine.batch_size"
+
     def __init__(self, batch_size: int = 64, dtype: Literal["auto", "float32", "bfloat16"] = "auto") -> None:
         if batch_size < 1:
             raise ValueError(f"rollout.engine.batch_size must be at least 1, got {batch_size}")

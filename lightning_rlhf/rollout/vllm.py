@@ -83,6 +83,8 @@ class VLLMEngine(RolloutEngine):
         engine_args: further arguments of ``vllm.LLM``; they win over those above.
     """
 
+    memory_settings = "rollout.engine.gpu_memory_utilization (or kv_cache_memory_bytes)"
+
     def __init__(
         self,
         gpu_memory_utilization: float | None = None,
@@ -445,6 +447,10 @@ def _request(prompt: Sequence[int], images: PromptImages | None, names: list[str
 
 def _completion(output: Any, log_probs: bool) -> Completion:
     token_ids = list(output.token_ids)
-    taken = [step[token].logprob for step, token in zip(output.logprobs, token_ids, strict=True)] if log_probs else None
+    taken = (
+        [step[token].logprob for step, token in zip(output.logprobs or (), token_ids, strict=True)]
+        if log_probs
+        else None
+    )
     reason: Any = output.finish_reason if output.finish_reason in ("stop", "length") else "abort"
     return Completion(token_ids, reason, taken)

@@ -1,0 +1,176 @@
+"""Faults of the rollout phase end the run: on every rank, soon, in a line that says what happened and what to change.
+
+    agreed           an exception on one rank is one on all, none waits for the others in its next collective
+    watched          a step that hangs ends its process, and so the run
+    told_by_settings out of memory, in terms of the settings that help
+    check_lengths    a prompt that the engine cannot take
+
+What is only wrong with some responses (empty, aborted, without log-probs) ends nothing: metrics count it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from lightning_rlhf.types import Prompts
+
+if TYPE_CHECKING:
+    from lightning_rlhf.callbacks.rollout import RolloutCallback
+    from lightning_rlhf.modules.base import RLHFLightningModule
+
+HUNG = 124
+"""Exit code of a process whose rollout hung: that of timeout(1)."""
+
+_GRACE = 5.0
+_OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "cudaErrorMemoryAllocation")
+"""What torch, vLLM's allocator (a plain RuntimeError) and cuBLAS say."""
+
+
+@contextmanager
+def agreed(what: str, *, alone: bool = False) -> Iterator[None]:
+    """A step that all ranks end together, which makes it a barrier. Collectives inside are not protected.
+
+    Args:
+        what: the step.
+        alone: a rank that fails does not wait for the others, which may wait for it inside the step: they end when its
+            process does.
+
+    Raises:
+        RuntimeError: it failed on another rank; this one's own exception is raised as it is.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not alone:
+            with suppress(Exception):  # the others may be gone
+                _all_gather(f"{type(error).__name__}: {error}")
+        raise
+    for rank, message in enumerate(_all_gather(None)):
+        if message is not None:
+            raise RuntimeError(f"{what} failed on rank {rank}: {message}")
+
+
+def _all_gather(message: str | None) -> list[str | None]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [message]
+    out: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(out, message)
+    return out
+
+
+@contextmanager
+def watched(what: str, seconds: float | None) -> Iterator[None]:
+    """A step that may take ``seconds`` (None: any time, at no cost). Then this process writes the stacks of all of its
+    threads to stderr, under a line that names rank and step, and exits with `HUNG`; its launcher ends the others.
+
+    No exception: a call that hangs inside CUDA, NCCL or C++ cannot be interrupted from Python, and an exception would be
+    delivered when it returns, which is never. One that holds the interpreter's lock stops this watchdog, too, which is a
+    thread of Python. `faulthandler` has one in C that needs no lock: it writes the stacks, without that line, a few seconds
+    later and exits with 1. (There is one of those per process: yours, if you started it, is cancelled.)
+    """
+    if seconds is None:
+        yield
+        return
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    line = f"lightning-rlhf: rank {rank}: {what} has not ended in {seconds:g} s (rollout.timeout_s), all threads:\n"
+    timer = threading.Timer(seconds, _end, (line,))
+    timer.daemon = True
+    faulthandler.dump_traceback_later(seconds + _GRACE, exit=True, file=2)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _end(line: str) -> None:
+    os.write(2, line.encode())  # not sys.stderr: its lock may be held by a thread that hangs
+    faulthandler.dump_traceback(file=2)
+    os._exit(HUNG)
+
+
+@contextmanager
+def told_by_settings(what: str, settings: Sequence[str]) -> Iterator[None]:
+    """Out of memory becomes one line.
+
+    Args:
+        what: the step.
+        settings: what to change, as phrases.
+
+    Raises:
+        torch.OutOfMemoryError: from the original error.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not _is_out_of_memory(error):
+            raise
+        traceback.clear_frames(
+            error.__traceback__
+        )  # of the calls that failed: what they held is free for what comes back
+        raise torch.OutOfMemoryError(
+            f"{what} ran out of GPU memory{_amounts(str(error))}: {', '.join(settings[:-1])} or {settings[-1]}"
+        ) from error
+
+
+def makes_room(step: str, rollout: RolloutCallback, module: RLHFLightningModule) -> list[str]:
+    """Three settings that make room in a step, as phrases, the cheapest first; none that is set already."""
+    cache = step in ("kv_cache", "generate")
+    own_reference = getattr(module, "reference", None) is not None
+    settings = {
+        f"lower {rollout.engine.memory_settings}": cache,
+        "set rollout.sleep_level: 2": step == "reload" and rollout.rung.sleep_level != 2,
+        "set rollout.offload_optimizer: true": not rollout.rung.offload_optimizer,
+        "set rollout.offload_parameters: true": cache
+        and not rollout.rung.offload_parameters,  # they are needed until the sync
+        "set model.offload_reference: true": own_reference and not module.settings.offload_reference,
+        "shard over more trainer.devices": True,
+        "take a smaller model.model": True,
+    }
+    return [text for text, helps in settings.items() if helps][:3]
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or any(mark in str(error) for mark in _OUT_OF_MEMORY):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _amounts(message: str) -> str:
+    """What was asked for and what was free, as far as torch says so or the device does now."""
+    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", message)
+    free = re.search(r"([\d.]+ \w+) is free", message)
+    known = [f"{asked[1]} asked"] if asked else []
+    if free:
+        known.append(f"{free[1]} free")
+    elif torch.cuda.is_available() and torch.cuda.is_initialized():
+        known.append("{:.2f} of {:.2f} GiB free".format(*(n / 2**30 for n in torch.cuda.mem_get_info())))
+    return f" ({', '.join(known)})" if known else ""
+
+
+def check_lengths(prompts: Prompts, context: int) -> None:
+    """`PromptDataModule` has seen to it; another DataModule may not.
+
+    Raises:
+        ValueError: a prompt without tokens, or with too many for ``context``.
+    """
+    for row, ids in zip(prompts.index.tolist(), prompts.ids, strict=True):
+        if not 0 < len(ids) < context:
+            raise ValueError(
+                f"data: a prompt must have 1 to {context - 1} tokens to leave room for a response in the engine's context of"
+                f" {context}, that of row {row} has {len(ids)}: drop it in your DataModule, or give that the attribute"
+                " max_prompt_length, which the context is made for"
+            )
