@@ -18,7 +18,7 @@ TINY = "random:tiny"
 PAD, EOS = "<|endoftext|>", "<|im_end|>"
 """Qwen's own: transformers gives a Qwen2 its tokenizer class, which would add them otherwise."""
 
-_VERSION = "2"
+_VERSION = "3"
 
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
@@ -82,6 +82,8 @@ def write_byte_tokenizer(folder: Path | str) -> dict[str, int]:
 
 
 def _write(folder: Path) -> None:
+    """Part by part: in a process group a model's ``save_pretrained`` writes on the first rank only, and each rank has its draft."""
+    from safetensors.torch import save_file
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
     vocab = write_byte_tokenizer(folder)
@@ -97,9 +99,12 @@ def _write(folder: Path) -> None:
         pad_token_id=vocab[PAD],
         eos_token_id=vocab[EOS],
         bos_token_id=None,
+        architectures=["Qwen2ForCausalLM"],
+        dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(config)
-    model.generation_config = GenerationConfig(pad_token_id=vocab[PAD], eos_token_id=vocab[EOS])
-    model.save_pretrained(folder)
+    config.save_pretrained(folder)
+    GenerationConfig(pad_token_id=vocab[PAD], eos_token_id=vocab[EOS]).save_pretrained(folder)
+    save_file(dict(model.named_parameters()), folder / "model.safetensors", metadata={"format": "pt"})

@@ -36,7 +36,6 @@ from lightning_rlhf.callbacks.faults import HUNG, agreed, told_by_settings
 from lightning_rlhf.rollout import TransformersEngine
 from lightning_rlhf.rollout.vllm import _completion
 from lightning_rlhf.rollout.weights import gather
-from lightning_rlhf.tiny import tiny_model
 from lightning_rlhf.types import Completion, Prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
@@ -405,7 +404,6 @@ def failures(rank: int) -> list[tuple[str, str, str, float]]:
 
 @pytest.mark.slow
 def test_a_failure_in_any_step_on_one_rank_is_raised_on_both_at_once():
-    tiny_model()  # not by two processes at once
     one, other = spawn(failures, 2)
     steps = {
         "weights": "wake weights",

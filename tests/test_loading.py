@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lightning_rlhf.modules.policy import build_policy
 from lightning_rlhf.modules.settings import ModelSettings
+from lightning_rlhf.tiny import tiny_model
 
 MIB = 2**20
 
@@ -67,3 +69,12 @@ def test_a_rank_needs_its_shard_and_little_more_to_load_a_model(tmp_path):
     for peak, shard in spawn(load, 2, str(tmp_path / "large"), str(tmp_path / "small")):
         assert shard == pytest.approx(full / 2, rel=0.01)
         assert peak < shard + 0.1 * full, (peak / MIB, shard / MIB)
+
+
+def written_by_the_second_rank(rank: int, folder: str) -> list[str]:
+    return sorted(path.name for path in tiny_model(Path(folder)).iterdir()) if rank == 1 else []
+
+
+def test_the_tiny_model_is_whole_whichever_rank_writes_it(tmp_path):
+    _, names = spawn(written_by_the_second_rank, 2, str(tmp_path))
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(names)
