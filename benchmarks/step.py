@@ -5,14 +5,17 @@ python benchmarks/step.py --shape 1.5b --lengths lognormal:400,0.8,4096 --model.
 python benchmarks/step.py --shape 1.5b --lengths fixed:1024 --only trl --trl "{gradient_checkpointing: false}"
 python benchmarks/step.py --device cpu --shape tiny --lengths lognormal:8,0.5,16 --prompts 4 --generations 4 --prompt_tokens 8
 
-TRL is not a dependency: pip install trl==1.16. What it is set to and why: trl_side.py; ``--trl`` changes it. Arguments that are not
-listed below go to ``lightning-rlhf fit --config benchmarks/grpo_step.yaml``. The sides run one after the other, each in
-processes of its own, and ``--only`` one of them keeps what is recorded of the other for the same work. On a CPU both generate with
-transformers; the reward is a loop over token ids.
+TRL is not a dependency: pip install trl==1.16. What it is set to and why: trl_side.py; ``--trl`` changes it. Arguments that are
+not listed below go to ``lightning-rlhf fit --config benchmarks/grpo_step.yaml``. The sides run one after the other, in processes
+of their own; with ``--only`` the other side's column is what is recorded of it for the same work. On a CPU both generate with
+transformers. Several ``--devices`` are data parallel.
 
-Weights are random and the optimizer steps are real. A step is wall time from the end of one to the end of the next; phases are
-wall time between two synchronisations, by one clock on both sides; ``rest`` is what lies outside them. Start-up is the time from the
-launch to the first iteration: imports, loading, the engine's graphs. Peak memory is what nvidia-smi saw on one GPU during the run.
+Weights are random, optimizer steps are real. A step lasts from the end of one to the end of the next; phases are wall time
+between two synchronisations, by one clock on both sides, and ``rest`` is what lies outside them. ``sync`` includes waking the
+engine's weights; ``reward`` of ours includes decoding and gathering, which are in TRL's ``rest``; ``update`` is forward,
+backward, clipping and AdamW. Start-up lasts from the launch to the first step: imports, loading, the engine's graphs. Peak
+memory is the most that nvidia-smi saw in use on a GPU, start-up included. tokens/s counts prompts and responses, of all GPUs.
+
 The table is printed and, with the rows it is made of (ours.json, trl.json) and both logs, lies in ``--out``.
 """
 
@@ -207,7 +210,7 @@ def table(results: dict[str, dict[str, Any]], warmup: int) -> str:
         columns[side]["first step"] = [results[side]["rows"][0]["step"]]
         columns[side]["start-up"] = [results[side]["startup"]]
         columns[side]["peak GPU memory, GiB"] = [results[side]["peak"]] if results[side]["peak"] else []
-    names = [name for name in ("step", *PHASES, "rest", "tokens/s", "first step", "start-up", "peak GPU memory, GiB")]
+    names = ("step", *PHASES, "rest", "tokens/s", "first step", "start-up", "peak GPU memory, GiB")
     work = next(iter(results.values()))["work"]
     what = f"{work['shape']}, {work['prompts']} x {work['generations']}, {work['prompt_tokens']} + {work['lengths']} tokens"
     titles = ["ours" if side == "ours" else f"TRL {results[side]['version']}" for side in results]

@@ -27,6 +27,7 @@ at the longest length and cut); wake_up, sleep and sync_weights are timed. Sever
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import time
@@ -109,7 +110,7 @@ class TimedGRPOTrainer(GRPOTrainer):
         def inner(prompts: list[Any], sampling_params: Any, **kwargs: Any) -> Any:
             each = []
             for length in self.next_lengths(len(prompts)):
-                each.append(sampling_params.clone())
+                each.append(copy.copy(sampling_params))
                 each[-1].max_tokens = length
             return generate(prompts, sampling_params=each, **kwargs)
 
