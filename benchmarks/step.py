@@ -8,7 +8,7 @@ python benchmarks/step.py --device cpu --shape tiny --lengths lognormal:8,0.5,16
 TRL is not a dependency: pip install trl==1.16. What it is set to and why: trl_side.py; ``--trl`` changes it. Arguments that are
 not listed below go to ``lightning-rlhf fit --config benchmarks/grpo_step.yaml``. The sides run one after the other, in processes
 of their own; with ``--only`` the other side's column is what is recorded of it for the same work. On a CPU both generate with
-transformers. Several ``--devices`` are data parallel.
+transformers, which checks the scripts and compares nothing. Several ``--devices`` are data parallel.
 
 Weights are random, optimizer steps are real. A step lasts from the end of one to the end of the next; phases are wall time
 between two synchronisations, by one clock on both sides, and ``rest`` is what lies outside them. ``sync`` includes waking the
@@ -40,8 +40,7 @@ from typing import Any
 
 import yaml
 from lengths import Lengths
-from random_model import SHAPES, write
-from transformers.utils.logging import disable_progress_bar
+from random_model import SHAPES
 
 ROOT = Path(__file__).parent.parent
 SIDES = ("ours", "trl")
@@ -257,11 +256,12 @@ def show(values: list[float]) -> str:
 
 def main(line: Sequence[str] | None = None) -> None:
     a = parse(line)
-    disable_progress_bar()
     model, data = a.out / a.shape, a.out / "prompts.jsonl"
     a.out.mkdir(parents=True, exist_ok=True)
-    if not (model / "config.json").exists():
-        write(a.shape, str(model))
+    if not model.exists():
+        draft = model.with_name(f"{a.shape}.part")  # in a process of its own: this one must hold no memory of the GPU
+        subprocess.run([sys.executable, "-m", "benchmarks.random_model", a.shape, str(draft)], cwd=ROOT, check=True)
+        draft.rename(model)
     write_prompts(data, a.prompts * a.steps, a.prompt_tokens)
     results = {}
     for side in SIDES:
