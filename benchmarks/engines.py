@@ -19,7 +19,7 @@ from lightning_rlhf.types import Completion, Sampling
 
 
 class _Forced(RolloutEngine):
-    """Ends each response at a length of its own; for training only, without sequence parallelism.
+    """Ends each response at a length of its own; for training only. Engines must get equally many responses.
 
     Args:
         lengths: see `Lengths.parse`; the longest must not exceed ``sampling.max_completion_length``.
@@ -35,7 +35,8 @@ class _Forced(RolloutEngine):
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, seeds: Sequence[int], **kwargs: Any
     ) -> list[Completion]:
-        first = (dist.get_rank() if dist.is_initialized() else 0) * len(prompts)
+        engine = (dist.get_rank() if dist.is_initialized() else 0) // self.tensor_parallel_size
+        first = engine * len(prompts)
         self._limits = {seed: self.lengths(self._iteration, first + i) for i, seed in enumerate(seeds)}
         self._iteration += 1
         return super().generate(prompts, sampling, seeds=seeds, **kwargs)  # type: ignore[safe-super]

@@ -12,12 +12,10 @@ import sys
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
 from lightning_rlhf.callbacks.memory import Memory
-from lightning_rlhf.callbacks.rollout import RolloutCallback, run_of
+from lightning_rlhf.callbacks.rollout import RolloutCallback, device_memory, plan_of
 from lightning_rlhf.cli import RLHFCLI
-from lightning_rlhf.plan import make_plan
 from lightning_rlhf.plan.memory import GIB
 
 MEASURED = {"rollout": "memory_device_gb/generate", "log_prob": "memory_gb/log_prob", "update": "memory_gb/update"}
@@ -38,9 +36,7 @@ class Compare(pl.Callback):
         if not trainer.is_global_zero:
             return
         rollout = next(c for c in trainer.callbacks if isinstance(c, RolloutCallback))
-        total = torch.cuda.get_device_properties(pl_module.device).total_memory
-        configs = {name: settings.config for name, settings in pl_module.roles.items()}
-        plan = make_plan(pl_module, rollout, run_of(trainer, pl_module, rollout), configs, total)
+        plan = plan_of(trainer, pl_module, rollout, device_memory(pl_module.device))
         print(f"{'GiB':10} predicted  measured  predicted/measured")
         for phase in plan.phases:
             if phase.name in self.seen:

@@ -205,10 +205,12 @@ def readable(message: str) -> str:
             r"Does not validate|Subtypes:|Errors:|Given value|Expected a (<class|path but|dot)", line
         ):
             reasons.append(line)
-    expected = f"must be a {' or '.join(dict.fromkeys(types))}" if types else "is not accepted"
+    kinds = [f"a list such as [{given}]" if kind == "list" else f"a {kind}" for kind in dict.fromkeys(types)]
+    expected = f"must be {' or '.join(kinds)}" if kinds else "is not accepted"
     text = " or ".join(dict.fromkeys(reasons)) or f"{expected}, got {given or ' '.join(message.split())}"
     text = re.sub(r"Expected a typing\.Literal(\[[^]]*\])\. Got value: (.*)", r"must be one of \1, got \2", text)
-    text = re.sub(r"^Expected a typing\.Literal(?=\[)", "must be one of ", text)
+    if text.startswith("Expected a typing.Literal["):
+        text = f"must be one of {' or '.join([text, *kinds])}" + (f", got {given}" if given else "")
     text = text.replace("Expected a typing.Literal", "")
     text = re.sub(r"Not of type \w+: (\S+) does not conform to restriction v", r"got \1, must be ", text)
     return ": ".join([".".join(keys), text] if keys else [text]) + _suggestion(text)

@@ -52,8 +52,11 @@ def override(config: Any, changes: Mapping[str, Any], key: str = "model.config_o
             raise ValueError(f"{key}: {_reason(error)}") from error
 
 
-def check_class(config: Any) -> None:
+def check_class(config: Any, key: str = "model.model") -> None:
     """A text model is an AutoModelForCausalLM; what takes images is of a family that can be trained.
+
+    Args:
+        key: of the configuration, for errors.
 
     Raises:
         NotImplementedError: the model takes images and is of another family.
@@ -66,7 +69,7 @@ def check_class(config: Any) -> None:
     own_code = getattr(config, "auto_map", None) or {}
     if type(config) not in AutoModelForCausalLM._model_mapping and "AutoModelForCausalLM" not in own_code:
         raise ValueError(
-            f"model.model: a {config.model_type} is no causal language model: transformers has no AutoModelForCausalLM for"
+            f"{key}: a {config.model_type} is no causal language model: transformers has no AutoModelForCausalLM for"
             f" {type(config).__name__}; a class of your own is registered by a module under imports"
         )
 

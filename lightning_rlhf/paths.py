@@ -32,11 +32,12 @@ def is_hub_id(model: str) -> bool:
     return not (other or Path(model).is_dir())
 
 
-def local_path(model: str, trust_remote_code: bool = False, *, weights: bool = True) -> str:
+def local_path(model: str, trust_remote_code: bool = False, *, weights: bool = True, key: str = "model.model") -> str:
     """The folder of ``model``: a local path as it is, `random:tiny` from the cache, a hub id or URL downloaded.
 
     Args:
         weights: False fetches configuration and tokenizer only.
+        key: of the configuration, for errors.
 
     Raises:
         FileNotFoundError: a path that does not exist, or a hub id or URL that cannot be fetched.
@@ -44,7 +45,7 @@ def local_path(model: str, trust_remote_code: bool = False, *, weights: bool = T
     if model == TINY:
         return str(tiny_model())
     if model.startswith("random:"):
-        raise FileNotFoundError(f"model.model: {model!r} is unknown, the only built-in model is {TINY!r}")
+        raise FileNotFoundError(f"{key}: {model!r} is unknown, the only built-in model is {TINY!r}")
     if (folder := Path(model).expanduser()).is_dir():
         return str(folder)
     patterns = [*_SMALL, *(["*.py"] if trust_remote_code else [])]
@@ -56,9 +57,9 @@ def local_path(model: str, trust_remote_code: bool = False, *, weights: bool = T
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise FileNotFoundError(
-            f"model.model: {model!r} is neither a local folder nor a model that can be downloaded ({reason})"
+            f"{key}: {model!r} is neither a local folder nor a model that can be downloaded ({reason})"
         ) from error
-    raise FileNotFoundError(f"model.model: there is no folder {model!r}")
+    raise FileNotFoundError(f"{key}: there is no folder {model!r}")
 
 
 def _downloaded(model: str, patterns: list[str], weights: bool) -> str:

@@ -128,6 +128,7 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         self.data_parallel_replicate = data_parallel_replicate
         self.prefetch, self.reshard_after_forward = prefetch, reshard_after_forward
         self._data_mesh: DeviceMesh | None = None
+        self._neighbours: dict[int, dist.ProcessGroup] = {}
 
     # -- meshes ------------------------------------------------------------------------------------
 
@@ -139,6 +140,7 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         self._setup_distributed()  # not super(): that builds Lightning's own (data, tensor) mesh
         device, sp = self.root_device.type, self.sequence_parallel_size
         self._data_mesh = init_device_mesh(device, (self.world_size // sp, sp), mesh_dim_names=("dp", "sp"))
+        self._neighbours = {}
         replicas = self.replicas(self.num_nodes)
         if replicas == 1:
             self._device_mesh = init_device_mesh(device, (self.world_size,), mesh_dim_names=("shard",))
@@ -198,7 +200,7 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.dp_size, "rank": self.dp_rank}
 
-    # -- collectives of the algorithm: over data ranks, never over sequence-parallel ranks ---------
+    # -- collectives of the algorithm: over data ranks; only rollouts look at sequence-parallel ranks --
 
     def all_reduce_dp(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """In place, over the data ranks; ``op`` is "sum" or "max"."""
@@ -212,6 +214,18 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         out: list[Any] = [value] * self.dp_size
         if self.dp_size > 1:
             dist.all_gather_object(out, value, group=self.data_mesh["dp"].get_group())
+        return out
+
+    def all_gather_objects(self, value: Any, ranks: int) -> list[Any]:
+        """One entry for each of ``ranks`` consecutive ranks, this one among them, of a world that is a multiple of it.
+
+        The first time, all ranks of the world must ask.
+        """
+        out: list[Any] = [value] * ranks
+        if ranks > 1:
+            if ranks not in self._neighbours:
+                self._neighbours[ranks] = dist.new_subgroups(ranks, timeout=self._timeout, backend="gloo")[0]
+            dist.all_gather_object(out, value, group=self._neighbours[ranks])
         return out
 
     def broadcast_object_sp(self, value: Any) -> Any:

@@ -105,7 +105,8 @@ class PromptImages:
 
     ``slots`` are the prompt's placeholder tokens, one per feature; ``lengths`` the features of each picture; ``positions`` the
     rotary positions of the prompt's tokens, see `images`. ``pictures`` (PIL, upright, RGB) are for engines with an image
-    processor of their own. Everything stays on the host until it is used, and on the data rank that has the prompt.
+    processor of their own. Everything stays on the host until it is used, and on the data rank that has the prompt, though the
+    ranks of its engine get a copy.
     """
 
     pixel_values: Float[Tensor, "patches d"]

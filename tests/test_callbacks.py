@@ -109,6 +109,7 @@ class Toy(pl.LightningModule):
         self.tokenizer, self.settings = tokenizer, ModelSettings(model_path)
         self.packing = {"real_tokens": 30, "padded_tokens": 40}
         self.work_seconds = work_seconds
+        self.iteration = 0
         self.flops: list[Passes] = []
         self.seen: list[tuple[int, int, int]] = []
         self.val_rewards = iter(range(100))
@@ -121,6 +122,7 @@ class Toy(pl.LightningModule):
             time.sleep(self.work_seconds)
             self.weight.grad = batch["x"].mean(0)
             self.optimizers().step()
+        self.iteration = self.global_step
         self.last_experience = an_experience(batch["rollout"])
         self.last_scores = self.score()
         self.seen.append((self.current_epoch, batch_idx, self.global_step))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy
 import pytest
 import torch
 from test_cli import parsed
@@ -205,8 +208,8 @@ class Traced(HostActivations):
         return tensor.clone()
 
     def _call_back(self, saved: Any) -> None:
-        if not saved.back:
-            self.calls.append(saved.host[0].shape)
+        if not saved.called_back:
+            self.calls.append(next(iter(saved.copies.values())).tensor.shape)
         super()._call_back(saved)
 
 
@@ -243,6 +246,99 @@ def test_a_layer_in_backward_calls_back_the_layer_before_it(folder):
         layer.register_forward_hook(lambda layer, args, out, note=note: out.register_hook(note) and None)
     gradients(actor, stream(12, 7))
     assert seen == [(3, 0), (2, 2), (1, 3), (0, 4)]  # when each layer's backward begins
+
+
+class Uses(torch.nn.Module):
+    """``steps`` of hidden, each of which saves some tensor several times."""
+
+    def __init__(self, *steps: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 16))
+        self.steps = steps
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for step in self.steps:
+            hidden = step(hidden, self.weight)
+        return hidden
+
+
+def run_offloaded(layer: Uses) -> tuple[Traced, torch.Tensor, torch.Tensor | None]:
+    host = Traced(torch.device("cpu"))
+    host.wrap(layer)
+    hidden = torch.linspace(-1, 1, 64).reshape(4, 16).requires_grad_()
+    layer(hidden).sum().backward()
+    return host, hidden.grad, layer.weight.grad
+
+
+def test_what_several_operators_save_travels_once_and_comes_back_as_one_tensor():
+    seen = []
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(ctx.saved_tensors[0].data_ptr())
+            return 2 * grad
+
+    layer = Uses(lambda x, w: x * w + Noted.apply(x) + Noted.apply(x) + x[:2].square().sum() + x.T.sin().sum())
+    host, hidden, weight = run_offloaded(layer)
+    assert host.shapes == [(4, 16), (2, 16), (16, 4)]  # other shapes and strides are tensors of their own
+    assert host.moved_bytes == (64 + 32 + 64) * 4
+    assert len(seen) == 2
+    assert len(set(seen)) == 1
+    x = torch.linspace(-1, 1, 64).reshape(4, 16)
+    expected = layer.weight + 4 + 64 * x.cos()
+    expected[:2] += 64 * 2 * x[:2]
+    torch.testing.assert_close(hidden, expected)
+    torch.testing.assert_close(weight, x.sum(0))
+
+
+def test_what_is_changed_in_place_travels_again():
+    """Without offload autograd would refuse: here each operator gets what it saw."""
+
+    def step(x, w):
+        y = 1.0 * x
+        before = y * w
+        return before + y.add_(1.0) * w
+
+    _, hidden, weight = run_offloaded(Uses(step))
+    x = torch.linspace(-1, 1, 64).reshape(4, 16)
+    torch.testing.assert_close(weight, (2 * x + 1).sum(0))
+    torch.testing.assert_close(hidden, (2 * torch.linspace(0.5, 1.5, 16)).expand(4, 16))
+
+
+def test_a_tensor_in_the_memory_of_one_that_is_gone_is_another():
+    def step(x, w):
+        memory = numpy.ones((4, 16), dtype=numpy.float32)
+        first = torch.from_numpy(memory) * w
+        memory *= 3
+        return x + first + torch.from_numpy(memory) * w
+
+    _, _, weight = run_offloaded(Uses(step))
+    torch.testing.assert_close(weight, torch.full((16,), 4.0 + 12.0))
+
+
+def test_copies_go_as_soon_as_their_last_operator_has_run_backward(monkeypatch):
+    copies, alive = [], []
+
+    def noted(self, tensor):
+        copies.append(weakref.ref(copy := tensor.clone()))
+        return copy
+
+    def note(x, w):
+        x.register_hook(lambda grad: alive.append(sum(c() is not None for c in copies)))
+        return x
+
+    monkeypatch.setattr(Traced, "_to_host", noted)
+    twice = lambda x, w: x.sin() + x.cos()  # noqa: E731
+    run_offloaded(Uses(twice, note, twice, note, twice, note))
+    assert len(copies) == 3
+    assert alive == [3, 2, 1]
+    assert not any(c() is not None for c in copies)
 
 
 def test_small_tensors_stay(folder):

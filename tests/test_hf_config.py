@@ -85,8 +85,8 @@ def test_a_model_that_takes_images_or_is_no_decoder_is_refused():
         NotImplementedError, match="gemma3 is a vision-language model of a family that cannot be trained"
     ):
         shape_of(AutoConfig.for_model("gemma3"), torch.bfloat16)
-    with pytest.raises(ValueError, match="a t5 is no causal language model"):
-        check_class(T5Config())
+    with pytest.raises(ValueError, match=r"model\.critic: a t5 is no causal language model"):
+        check_class(T5Config(), "model.critic")
 
 
 PACKAGE = """

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import lightning.pytorch as pl
 import pytest
@@ -21,36 +26,71 @@ ITSELF = [sys.executable]
 TWO = ["--trainer.max_steps=2", *QUIET]
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+Processes = list[tuple[list[str], dict[str, str]]]
+"""Commands, and what they have in their environment."""
 
 
-def launched(
-    folder: Path, processes: list[tuple[list[str], dict[str, str]]], *arguments: str
-) -> list[dict[str, float]]:
-    """Start ``LAUNCHER -m lightning_rlhf fit …`` for each (launcher, environment) at once; the metrics of the run."""
-    logger = ["--trainer.logger.init_args.save_dir", str(folder), "--trainer.logger.init_args.name=run"]
-    fit = ["-m", "lightning_rlhf", "fit", "--config", "configs/tiny_grpo.yaml", *logger, *TWO, *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    started = [
-        subprocess.Popen(
-            [*launcher, *fit],
-            cwd=ROOT,
-            env=environment | own,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for launcher, own in processes
-    ]
+def outcomes(folder: Path, processes: Processes, seconds: float = 240, grace: float = 60) -> list[tuple[int, str]]:
+    """Exit status and standard error of processes that run at the same time.
+
+    None of them, and nothing that they started, outlives this. When one fails the others have ``grace`` seconds left: they may
+    be waiting for it.
+    """
+    logs = [folder / f"stderr_{i}" for i in range(len(processes))]
+    started: list[subprocess.Popen[bytes]] = []
+    end = time.monotonic() + seconds
     try:
-        errors = [process.communicate(timeout=240)[1] for process in started]
+        for (command, own), log in zip(processes, logs, strict=True):
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"} | own
+            with log.open("w") as stderr:
+                started.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=ROOT,
+                        env=environment,
+                        stdout=subprocess.DEVNULL,
+                        stderr=stderr,
+                        start_new_session=True,
+                    )
+                )
+        while len(done := [p for p in started if p.poll() is not None]) < len(started) and time.monotonic() < end:
+            if any(process.returncode for process in done):
+                end = min(end, time.monotonic() + grace)
+            time.sleep(0.05)
     finally:
         for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0] * len(started), "\n".join(e[-2000:] for e in errors)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return [(process.returncode, log.read_text()) for process, log in zip(started, logs, strict=True)]
+
+
+def on_a_free_port(start: Callable[[str], list[tuple[int, str]]]) -> list[tuple[int, str]]:
+    """``start(port)``, again with another port while somebody else takes it between the look and the use."""
+    for _ in range(5):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        found = start(port)
+        if not any(status and "EADDRINUSE" in stderr for status, stderr in found):
+            break
+    return found
+
+
+def launched(folder: Path, processes: Callable[[str], Processes], *arguments: str) -> list[dict[str, float]]:
+    """Start ``LAUNCHER -m lightning_rlhf fit …`` for each (launcher, environment) at once; the metrics of the run.
+
+    Args:
+        processes: of a port that is free on this machine.
+    """
+    logger = ["--trainer.logger.init_args.save_dir", str(folder), "--trainer.logger.init_args.name=run"]
+    fit = ["-m", "lightning_rlhf", "fit", "--config", "configs/tiny_grpo.yaml", *logger, *TWO, *arguments]
+    found = on_a_free_port(
+        lambda port: outcomes(
+            folder, [([*launcher, *fit], {"MASTER_PORT": port} | own) for launcher, own in processes(port)]
+        )
+    )
+    assert all(status == 0 for status, _ in found), "\n".join(f"{status}: {stderr[-2000:]}" for status, stderr in found)
     return metrics_of(folder / "run")
 
 
@@ -61,22 +101,23 @@ def by_itself(tmp_path_factory: Any) -> list[dict[str, float]]:
 
 
 def test_torchrun(by_itself, tmp_path):
-    launcher = [*TORCHRUN, "--nproc_per_node=2", f"--master_port={free_port()}"]
-    assert_equal_runs(by_itself, launched(tmp_path, [(launcher, {})], "--trainer.devices=2"))
+    launcher = [*TORCHRUN, "--nproc_per_node=2", "--standalone"]  # on a port that the system chooses
+    assert_equal_runs(by_itself, launched(tmp_path, lambda _: [(launcher, {})], "--trainer.devices=2"))
 
 
 def test_two_nodes(by_itself, tmp_path):
     """The command is started once on each node, as Lightning has it."""
-    nodes = [(ITSELF, {"NODE_RANK": str(rank)}) for rank in range(2)]
+    nodes: Processes = [(ITSELF, {"NODE_RANK": str(rank)}) for rank in range(2)]
     arguments = ["--trainer.devices=1", "--trainer.num_nodes=2", "--trainer.strategy=hsdp_ulysses"]
-    assert_equal_runs(by_itself, launched(tmp_path, nodes, *arguments))
+    assert_equal_runs(by_itself, launched(tmp_path, lambda _: nodes, *arguments))
 
 
 @pytest.mark.slow
 def test_two_nodes_by_torchrun(by_itself, tmp_path):
-    port = free_port()
-    rendezvous = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=static", f"--rdzv_endpoint=127.0.0.1:{port}"]
-    nodes = [([*TORCHRUN, *rendezvous, f"--node_rank={rank}"], {}) for rank in range(2)]
+    def nodes(port: str) -> Processes:
+        rendezvous = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=static", f"--rdzv_endpoint=127.0.0.1:{port}"]
+        return [([*TORCHRUN, *rendezvous, f"--node_rank={rank}"], {}) for rank in range(2)]
+
     assert_equal_runs(by_itself, launched(tmp_path, nodes, "--trainer.devices=1", "--trainer.num_nodes=2"))
 
 
@@ -85,26 +126,60 @@ def test_slurm(by_itself, tmp_path):
     """The environment of ``srun --nodes=1 --ntasks-per-node=2``; a sequence-parallel pair on the node."""
     job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
     job |= {"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_NODELIST": "localhost"}
-    tasks = [(ITSELF, job | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}) for rank in range(2)]
+    tasks: Processes = [(ITSELF, job | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}) for rank in range(2)]
     arguments = ["--trainer.devices=2", "--trainer.strategy=fsdp_ulysses_sp2"]
-    assert_equal_runs(by_itself, launched(tmp_path, tasks, *arguments))
+    assert_equal_runs(by_itself, launched(tmp_path, lambda _: tasks, *arguments))
 
 
 def test_a_group_that_would_span_nodes_is_refused_by_the_first_process_alone(tmp_path):
     fit = ["-m", "lightning_rlhf", "fit", "--config", "configs/tiny_grpo.yaml", *TWO, "--trainer.num_nodes=2"]
     command = [*ITSELF, *fit, "--trainer.strategy=fsdp_ulysses_sp2", "--trainer.logger=false"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    nodes = [
-        subprocess.Popen(command, cwd=ROOT, env=environment | {"NODE_RANK": rank}, stderr=subprocess.PIPE, text=True)
-        for rank in ("0", "1")
-    ]
-    errors = [node.communicate(timeout=240)[1].splitlines() for node in nodes]
-    lines = [[line for line in error if "error" in line] for error in errors]
-    assert all(node.returncode != 0 for node in nodes)
+    nodes = [(command, {"NODE_RANK": rank, "MASTER_PORT": "1"}) for rank in ("0", "1")]  # they never meet
+    found = outcomes(tmp_path, nodes)
+    lines = [[line for line in stderr.splitlines() if "error" in line] for _, stderr in found]
+    assert all(status > 0 for status, _ in found)
     message = "sequence_parallel_size=2 must divide the 1 processes of a node, a group would span nodes"
     assert len(lines[0]) == 1
     assert message in lines[0][0]
     assert lines[1] == []
+
+
+SLEEPS = """
+import fcntl, subprocess, sys
+held = open(sys.argv[1], "w")
+fcntl.flock(held, fcntl.LOCK_EX)
+subprocess.run(["sleep", "600"], pass_fds=[held.fileno()])
+"""
+
+
+def test_a_failure_leaves_no_process_behind(tmp_path):
+    """Of two: one fails, the other sleeps beside a child of its own; both hold a lock while they live."""
+    lock = tmp_path / "lock"
+    sleeping, failing = [sys.executable, "-c", SLEEPS, str(lock)], [sys.executable, "-c", "raise SystemExit(3)"]
+    found = outcomes(tmp_path, [(sleeping, {}), (failing, {})], grace=5)
+    assert [status for status, _ in found] == [-signal.SIGKILL, 3]
+    with lock.open() as file:
+        assert any(released(file) for _ in range(100))
+
+
+def released(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(0.1)
+        return False
+    return True
+
+
+def test_a_port_that_is_taken_in_between_is_given_up():
+    seen: list[str] = []
+
+    def start(port: str) -> list[tuple[int, str]]:
+        seen.append(port)
+        return [(1, "TCPStore: EADDRINUSE"), (-9, "")] if len(seen) < 3 else [(0, ""), (0, "")]
+
+    assert on_a_free_port(start) == [(0, ""), (0, "")]
+    assert len(seen) == 3
 
 
 # -- meshes and presets ------------------------------------------------------------------------------------------------

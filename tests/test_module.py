@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import math
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
+from pyarrow.parquet import read_table
 from toys import TINY_MODULE, even_tokens, fit
 
-from lightning_rlhf import GRPOLightningModule, IterationCheckpoint, LoRA, PPOLightningModule
+from lightning_rlhf import (
+    FSDPUlyssesStrategy,
+    GRPOLightningModule,
+    IterationCheckpoint,
+    LoRA,
+    PPOLightningModule,
+    PromptDataModule,
+    RolloutCallback,
+    Samples,
+    Sampling,
+)
 from lightning_rlhf.types import Experience
 
 pytestmark = pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
@@ -124,6 +137,49 @@ def test_a_checkpoint_of_other_models_is_refused_in_one_line(tmp_path):
             fit(module, tmp_path / "other", 2, ckpt_path=str(checkpoint))
 
 
+@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_samples_are_labelled_with_the_iteration_of_the_weights(tmp_path):
+    """Of a checkpoint, though its trainer has done none; else of the training before."""
+
+    def trainer(name: str, steps: int, *callbacks: pl.Callback) -> pl.Trainer:
+        return pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            strategy=FSDPUlyssesStrategy(),
+            max_steps=steps,
+            limit_val_batches=1,
+            limit_test_batches=1,
+            num_sanity_val_steps=0,
+            check_val_every_n_epoch=100,
+            logger=CSVLogger(str(tmp_path), name=name, version=""),
+            log_every_n_steps=1,
+            enable_checkpointing=bool(callbacks),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[RolloutCallback(sampling=Sampling(max_completion_length=4)), Samples(rows=0), *callbacks],
+        )
+
+    def data() -> PromptDataModule:
+        return PromptDataModule(path="toys.prompts", batch_size=16, max_prompt_length=32, val_size=4)
+
+    def samples(name: str) -> list[str]:
+        files = sorted((tmp_path / name / "samples").iterdir())
+        assert all(set(read_table(file)["iteration"].to_pylist()) == {int(file.stem[-6:])} for file in files)
+        return [file.stem for file in files]
+
+    first = trainer("first", 2, IterationCheckpoint(dirpath=str(tmp_path / "ck")))
+    module = GRPOLightningModule(**COMMON)
+    first.fit(module, datamodule=data())
+    first.test(module, datamodule=data(), verbose=False)
+    assert samples("first") == ["test_000002"]
+    (checkpoint,) = (tmp_path / "ck").iterdir()
+    for verb, kind in (("validate", "validation"), ("test", "test")):
+        run = getattr(trainer(verb, -1), verb)
+        run(GRPOLightningModule(**COMMON), datamodule=data(), ckpt_path=checkpoint, weights_only=False, verbose=False)
+        assert samples(verb) == [f"{kind}_000002"]
+
+
 def test_what_is_said_of_the_policy_does_not_change_another_critic(tmp_path):
     """Overrides and names of layers are those of one model."""
     lora = LoRA(r=4, target_modules=["q_proj"], modules_to_save=["norm"])
@@ -133,6 +189,7 @@ def test_what_is_said_of_the_policy_does_not_change_another_critic(tmp_path):
     critic = module.roles["critic"]
     assert (critic.model, critic.config_overrides) == ("another/model", None)
     assert critic.lora == LoRA(r=4)
+    assert (critic.key, module.settings.key) == ("model.critic", "model.model")
     same = PPOLightningModule(**COMMON, lora=lora)
     assert same.roles["critic"] == same.settings
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from test_policy import save, strategy_of
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from toy_vlm import SPECIAL, config_of, write_vlm
 from toys import spawn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Gemma2Config,
     GptOssConfig,
     LlamaConfig,
@@ -28,14 +31,16 @@ from transformers import (
 
 from lightning_rlhf import KL, FSDPUlyssesStrategy, GRPOLightningModule, PPOLightningModule, RolloutCallback, Sampling
 from lightning_rlhf.cli import main
+from lightning_rlhf.modules.execution import apply_execution
 from lightning_rlhf.modules.policy import build_critic, build_policy
-from lightning_rlhf.modules.settings import ModelSettings
+from lightning_rlhf.modules.settings import LoRA, ModelSettings
 from lightning_rlhf.packing import plan as pack_plan
 from lightning_rlhf.plan import make_plan, problems
 from lightning_rlhf.plan.known import _BY_NAME, known_config
 from lightning_rlhf.plan.run import Run, optimizer_bytes
 from lightning_rlhf.plan.shape import shape_of
 from lightning_rlhf.rollout import TransformersEngine, VLLMEngine
+from lightning_rlhf.rollout.vllm import WORKING
 from lightning_rlhf.ulysses import packed_attention, set_attention
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -113,6 +118,8 @@ def test_hybrid_sharding_by_nodes():
 
 # -- checks ------------------------------------------------------------------------------------------------------------
 
+SIX = {"world_size": 6, "strategy": FSDPUlyssesStrategy(), "prompts": 36}
+
 CHECKS = {
     "tiles": (
         {"world_size": 6, "num_nodes": 1, "prompts": 30},
@@ -158,6 +165,29 @@ CHECKS = {
         {"engine": VLLMEngine(engine_args={"max_model_len": 499})},
         "error",
         "the engine's context of 499 tokens must hold the longest sequence of 500",
+    ),
+    "engine and node": (
+        {"engine": VLLMEngine(tensor_parallel_size=4), "num_nodes": 4},
+        "error",
+        "rollout.engine.tensor_parallel_size=4 must divide the 2 processes of a node, an engine is made of consecutive ones",
+    ),
+    "engine and world": (
+        {"engine": VLLMEngine(tensor_parallel_size=2), "num_nodes": 2} | SIX,
+        "error",
+        "rollout.engine.tensor_parallel_size=2 must divide the 3 processes of a node",
+    ),
+    "engine and heads": (
+        {"engine": VLLMEngine(tensor_parallel_size=3), "num_nodes": 1} | SIX,
+        "error",
+        "rollout.engine.tensor_parallel_size=3 must divide the 4 attention heads: take 2",
+    ),
+    "engine and key/value heads": (
+        {
+            "engine": VLLMEngine(engine_args={"tensor_parallel_size": 4}),
+            "config": LlamaConfig(**SIZES | {"hidden_size": 96, "num_attention_heads": 12}, num_key_value_heads=6),
+        },
+        "error",
+        "rollout.engine.tensor_parallel_size=4 must divide the 6 key/value heads or be a multiple of them: take 3",
     ),
     "soft-capping": (
         {"config": MODELS["gemma2"]},
@@ -245,13 +275,17 @@ class Allocated(TorchDispatchMode):
         return sum(size for storage, size in made.items() if storage not in self.own)
 
 
-def bytes_after_forward(name: str, checkpointing: bool = False, group: Any = None, ranks: int = 1) -> float:
+def bytes_after_forward(
+    name: str, checkpointing: bool = False, group: Any = None, ranks: int = 1, tile: int | None = None
+) -> float:
     """Per token of one rank, of the real model with real tensors."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MODELS[name], dtype=torch.bfloat16).train()
     set_attention(model, f"kept_{ranks}", packed_attention(lambda q, k, v, *_, **__: FlashLike.apply(q, k, v), group))
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    settings = ModelSettings(name, tiled_mlp=tile)
+    apply_execution(model, list(model.base_model.layers), settings, torch.device("cpu"), trained=True)
     tokens = 96
     stream = {"cu_seq_lens_q": torch.tensor([0, tokens * ranks], dtype=torch.int32), "max_length_q": tokens * ranks}
     ids, positions = torch.arange(tokens)[None], torch.arange(tokens)[None]
@@ -265,6 +299,45 @@ def bytes_after_forward(name: str, checkpointing: bool = False, group: Any = Non
 def test_kept_activations_are_what_is_alive_after_a_forward_pass(name):
     shape = shape_of(MODELS[name], torch.bfloat16)
     assert shape.saved_bytes == pytest.approx(bytes_after_forward(name), rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3"])
+def test_a_tiled_mlp_keeps_its_input(name):
+    shape = shape_of(MODELS[name], torch.bfloat16)
+    assert shape.mlp_bytes == 8 * 160
+    kept = shape.saved_bytes - shape.layers * shape.mlp_bytes
+    assert kept == pytest.approx(bytes_after_forward(name, tile=32), rel=0.02)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_trained_tower_keeps_what_is_alive_after_its_forward_pass(family):
+    config = config_of(family, {token: i for i, token in enumerate((*SPECIAL, *map(chr, range(300))))})
+    shape = shape_of(config, torch.bfloat16, freeze_vision=False)
+    torch.manual_seed(0)
+    tower = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).model.visual
+
+    def attention(module, *qkv, **_):
+        return FlashLike.apply(*(t[0].transpose(0, 1) for t in qkv[:3]))[None], None
+
+    set_attention(tower, "kept_tower", attention)
+    with Allocated(tower) as allocated:
+        out = tower(torch.zeros(144, 96), grid_thw=torch.tensor([[1, 12, 12]]))
+        held = (allocated.alive - out.pooler_output.nbytes) / 36
+    assert shape.tower_bytes == pytest.approx(held, rel=0.1)
+    assert 2 * shape.tower_layer_bytes < shape.tower_bytes < 4 * shape.tower_layer_bytes
+    assert shape_of(config, torch.bfloat16).tower_bytes == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_liger_keeps_what_its_autograd_functions_save(name):
+    """For each norm its input instead of two copies of it, for the gated MLP not the activated gate."""
+    stock, liger = (shape_of(MODELS[name], torch.bfloat16, liger=on) for on in (False, True))
+    assert liger.layer_bytes < stock.layer_bytes
+    if name == "llama":
+        assert stock.layer_bytes - liger.layer_bytes == 8 * 64 + 2 * 160
+        assert stock.mlp_bytes - liger.mlp_bytes == 2 * 160
+        assert stock.saved_bytes - liger.saved_bytes == 3 * (8 * 64 + 2 * 160) + 4 * 64
+    assert shape_of(MODELS[name], torch.bfloat16) == stock  # nothing of Liger is left behind
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
@@ -288,6 +361,12 @@ def test_a_layer_of_the_llama_kind_keeps_what_the_formula_says(name, q_heads, kv
     )
     formula = 16 * h + 8 + 8 * f + 4 * q_heads * d + 4 * kv_heads * d + 4 * q_heads
     assert shape_of(config, torch.bfloat16).layer_bytes == pytest.approx(formula, rel=1e-3)
+
+
+def test_selective_recomputation_keeps_what_the_collectives_brought():
+    one, two = (shape_of(MODELS["llama"], torch.bfloat16, sequence_ranks=n).attention_bytes for n in (1, 2))
+    assert one == 2 * 4 * 16 + 4 * 4
+    assert two == one + 2 * (4 + 2 + 2 + 4) * 16  # q, k, v on the way there, the output on the way back
 
 
 PUBLISHED = {
@@ -375,8 +454,8 @@ def _ppo(**changes: Any) -> PPOLightningModule:
 
 
 def test_phases_hold_what_they_use():
-    rollout = RolloutCallback(engine=VLLMEngine(gpu_memory_utilization=0.5), sampling=Sampling(max_completion_length=8))
-    plan = plan_of(_ppo(), rollout)
+    engine, sampling = VLLMEngine(gpu_memory_utilization=0.5), Sampling(max_completion_length=8)
+    plan = plan_of(_ppo(), RolloutCallback(engine=engine, sampling=sampling, sleep_level=2))
     phases = {phase.name: phase.parts for phase in plan.phases}
     assert list(phases) == ["rollout", "log_prob", "update"]
     assert phases["rollout"]["engine"] == 40 * 2**30
@@ -387,30 +466,184 @@ def test_phases_hold_what_they_use():
     assert plan.trained == plan.roles[0].shape.parameters + plan.roles[2].shape.parameters
 
 
-def test_switches_that_trade_memory_move_the_estimate():
-    def bytes_of(phase: str, part: str, module: Any = None, **rollout: Any) -> int:
-        plan = plan_of(module or _ppo(), RolloutCallback(engine=VLLMEngine(), **rollout))
-        return {p.name: p.parts for p in plan.phases}[phase][part]
+LAYERS, TOKENS, SHARDS, RANK = 6, 600, 4, 8
+TINY = ModelSettings("random:tiny").config
+H, F = TINY.hidden_size, TINY.intermediate_size
+HEADS, KV, D = TINY.num_attention_heads, TINY.num_key_value_heads, H // TINY.num_attention_heads
+LINEAR = [(H, HEADS * D), (H, KV * D), (H, KV * D), (HEADS * D, H), (H, F), (H, F), (F, H)]
+LAYER = 16 * H + 8 + 8 * F + 4 * HEADS * D + 4 * KV * D + 4 * HEADS  # bytes per token, see `plan.shape`
+INPUT, ATTENTION = 2 * H, 2 * HEADS * D + 4 * HEADS
 
-    recomputed = bytes_of("update", "activations", _ppo(gradient_checkpointing=True))
-    assert recomputed < 0.6 * bytes_of("update", "activations")
-    assert bytes_of("rollout", "optimizer", offload_optimizer=True) == 0 < bytes_of("rollout", "optimizer")
-    assert bytes_of("update", "engine", sleep_level=0) == bytes_of("rollout", "engine") > 0
-    assert bytes_of("update", "optimizer", _ppo(optimizer=torch.optim.SGD)) == 0
-    plan = plan_of(_ppo(), RolloutCallback(engine=VLLMEngine(), sleep_level=1, offload_optimizer=True))
-    assert plan.host["engine weights"] == 4 * plan.engine.weights
-    assert plan.host["optimizer"] == 4 * plan.phases[1].parts["optimizer"]
+
+def shard_of(*sizes: tuple[int, ...]) -> int:
+    return sum(-(-first // SHARDS) * math.prod(rest) for first, *rest in sizes)
+
+
+def base(head: bool) -> int:
+    """Elements of the model on one GPU; the critic has a value head, and no other."""
+    layer = [size[::-1] for size in LINEAR] + [(HEADS * D,), (KV * D,), (KV * D,), (H,), (H,)]
+    return shard_of(*layer * LAYERS, (TINY.vocab_size, H), (H,), *([] if head else [(1, H), (1,)]))
+
+
+BOTH, ADAPTER = base(True) + base(False), shard_of(*(s for i, o in LINEAR for s in ((RANK, i), (o, RANK)))) * LAYERS
+VALUE = shard_of((1, H), (1,))
+LORA = {"gradients": 4, "optimizer": 8}
+SAVED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[tuple[str, str], float]]] = {
+    "gradient_checkpointing full": (
+        {"gradient_checkpointing": "full"},
+        {},
+        {("update", "activations"): TOKENS * LAYERS * (LAYER - INPUT)},
+    ),
+    "gradient_checkpointing selective": (
+        {"gradient_checkpointing": "selective"},
+        {},
+        {("update", "activations"): TOKENS * LAYERS * (LAYER - INPUT - ATTENTION)},
+    ),
+    "gradient_checkpointing every_second": (
+        {"gradient_checkpointing": "every_second"},
+        {},
+        {("update", "activations"): TOKENS * (LAYERS // 2) * (LAYER - INPUT)},
+    ),
+    "tiled_mlp": ({"tiled_mlp": 100}, {}, {("update", "activations"): TOKENS * LAYERS * 8 * F}),
+    "a tile longer than the stream": ({"tiled_mlp": TOKENS}, {}, {("update", "activations"): 0}),
+    "liger": ({"liger": True}, {}, {("update", "activations"): TOKENS * (LAYERS * (8 * H + 2 * F) + 4 * H)}),
+    "offload_activations": (
+        {"offload_activations": True},
+        {},
+        {
+            ("update", "activations"): TOKENS * (LAYERS - 2) * LAYER,
+            ("host", "activations"): -SHARDS * TOKENS * (LAYERS - 2) * LAYER,
+        },
+    ),
+    "offload_activations of selective": (
+        {"offload_activations": True, "gradient_checkpointing": "selective"},
+        {},
+        {
+            ("update", "activations"): TOKENS * (LAYERS * (LAYER - ATTENTION) - 2 * INPUT),
+            ("host", "activations"): -SHARDS * TOKENS * (LAYERS - 2) * INPUT,
+        },
+    ),
+    "offload_optimizer": (
+        {},
+        {"offload_optimizer": True},
+        {("rollout", "optimizer"): 8 * BOTH, ("update", "optimizer"): 0, ("host", "optimizer"): -SHARDS * 8 * BOTH},
+    ),
+    "offload_parameters": (
+        {},
+        {"offload_parameters": True},
+        {
+            ("rollout", "parameters"): 4 * BOTH,
+            ("rollout", "reference"): 2 * base(True),
+            ("update", "parameters"): 0,
+            ("host", "parameters"): -SHARDS * (4 * BOTH + 2 * base(True)),
+        },
+    ),
+    "offload_reference": (
+        {"offload_reference": True},
+        {},
+        {(phase, "reference"): 2 * base(True) for phase in ("rollout", "log_prob", "update")}
+        | {("host", "reference"): -SHARDS * 2 * base(True)},
+    ),
+    "lora": (
+        {"lora": LoRA(r=RANK)},
+        {},
+        {("update", part): size * (BOTH - 2 * ADAPTER - VALUE) for part, size in LORA.items()}
+        | {("rollout", "parameters"): 4 * (BOTH - 2 * ADAPTER - VALUE) - 2 * (BOTH - VALUE)}
+        | {("update", "reference"): 2 * base(True)},
+    ),
+    "sgd": ({"optimizer": torch.optim.SGD}, {}, {("update", "optimizer"): 8 * BOTH}),
+}
+"""Options of the module and of the rollout, and the bytes that they save of a phase or cost a host."""
+DEEPER = {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_switch_saves_the_bytes_that_it_should(name):
+    def held(model: dict[str, Any], rollout: dict[str, Any]) -> dict[tuple[str, str], int]:
+        module = _ppo(config_overrides=DEEPER, **model)
+        callback = RolloutCallback(engine=VLLMEngine(), **rollout)
+        sizes = {"strategy": FSDPUlyssesStrategy(), "world_size": SHARDS, "num_nodes": 1, "prompts": 128}
+        plan = plan_of(module, callback, micro_batch_tokens=TOKENS, **sizes)
+        phases = {(phase.name, part): size for phase in plan.phases for part, size in phase.parts.items()}
+        totals = {(phase.name, "total"): phase.total for phase in plan.phases}
+        return phases | totals | {("host", part): size for part, size in plan.host.items()}
+
+    model, rollout, expected = SAVED[name]
+    plain, switched = held({}, {}), held(model, rollout)
+    for (phase, part), size in expected.items():
+        saved = plain[phase, part] - switched[phase, part]
+        assert saved == pytest.approx(size, rel=1e-3, abs=1), (phase, part)
+        if size > 0:
+            assert plain[phase, "total"] > switched[phase, "total"], phase
+
+
+def test_an_engine_that_sleeps_leaves_its_weights_on_the_host():
+    awake = plan_of(_ppo(), RolloutCallback(engine=VLLMEngine(), sleep_level=0)).phases
+    assert awake[2].parts["engine"] == awake[0].parts["engine"] - WORKING > 0
+    asleep = plan_of(_ppo(), RolloutCallback(engine=VLLMEngine(), sleep_level=1))
+    assert asleep.phases[2].parts["engine"] == 0
+    assert asleep.host["engine weights"] == 4 * asleep.engine.weights
+
+
+def test_a_tile_at_a_time_is_at_work():
+    """Layers that are run again: the tile's inner activations, and their gradients."""
+
+    def working(**options: Any) -> int:
+        module = _ppo(gradient_checkpointing="full", mini_batches=1, **options)
+        run = {"strategy": FSDPUlyssesStrategy(), "world_size": 1, "num_nodes": 1, "micro_batch_tokens": 10**5}
+        plan = plan_of(module, RolloutCallback(engine=VLLMEngine()), prompts=2048, response_length=1, **run)
+        return plan.phases[-1].parts["working"]
+
+    assert working() == pytest.approx(2 * 10**5 * LAYER, rel=1e-3)
+    assert working() - working(tiled_mlp=1000) == pytest.approx(2 * (10**5 - 1000) * 8 * F, rel=1e-3)
+
+
+def test_a_trained_tower_has_state_and_activations(tmp_path):
+    folder = write_vlm(tmp_path, "qwen2_5_vl")
+    tower = AutoModelForImageTextToText.from_pretrained(folder).model.visual
+    elements = shard_of(*(p.shape for p in tower.parameters()))
+
+    def parts(frozen: bool) -> dict[str, int]:
+        module = GRPOLightningModule(folder, freeze_vision=frozen, mini_batches=2)
+        one = {"strategy": FSDPUlyssesStrategy(), "world_size": SHARDS, "num_nodes": 1}
+        return plan_of(module, RolloutCallback(engine=VLLMEngine()), micro_batch_tokens=1000, **one).phases[-1].parts
+
+    frozen, trained = parts(True), parts(False)
+    assert trained["gradients"] - frozen["gradients"] == 4 * elements
+    assert trained["optimizer"] - frozen["optimizer"] == 8 * elements
+    assert trained["parameters"] - frozen["parameters"] == (4 - 2) * elements
+    kept = shape_of(ModelSettings(folder).config, torch.bfloat16, freeze_vision=False).tower_bytes
+    # two sequences of 100 + 400 tokens, each prompt nothing but a picture
+    assert trained["activations"] - frozen["activations"] == pytest.approx(200 * kept, rel=1e-3)
+
+
+def test_image_tokens_of_a_micro_batch():
+    assert run_of().image_tokens(4) == 3 * 100  # 1200 tokens: two sequences of 500, and room for a part of one
+    assert run_of().image_tokens(1) == 2 * 100  # the first may be the last of a prompt's four responses
+    assert run_of(micro_batch_tokens=1500).image_tokens(1) == 3 * 100  # six sequences: one, four, and one more
 
 
 def test_one_optimizer_step_without_reference_needs_no_pass_before_the_update():
     plan = plan_of(GRPOLightningModule("random:tiny"), RolloutCallback())
     assert [phase.name for phase in plan.phases] == ["rollout", "update"]
-    assert plan.engine.kv_cache == 32 * 500 * 2 * plan.roles[0].shape.kv_elements  # 8 prompts x 4 on each data rank
+    assert (
+        plan.engine.kv_cache == 16 * 500 * 2 * plan.roles[0].shape.kv_elements
+    )  # 8 prompts x 4 on the engines of 2 ranks
+
+
+def test_ranks_that_share_an_engine_share_its_weights_and_cache():
+    alone, shared = (
+        plan_of(_ppo(), RolloutCallback(engine=VLLMEngine(tensor_parallel_size=ranks, gpu_memory_utilization=0.5)))
+        for ranks in (1, 2)
+    )
+    assert shared.engine.weights == alone.engine.weights // 2
+    assert shared.engine.total == alone.engine.total == 40 * 2**30, "the share of a GPU"
+    assert [run_of(engine=VLLMEngine(tensor_parallel_size=n)).cache_split for n in (1, 2, 4)] == [1, 2, 2], "2 heads"
 
 
 def test_what_does_not_fit_is_said_with_what_to_change():
     engine = VLLMEngine(gpu_memory_utilization=0.001)
-    plan = plan_of(_ppo(), RolloutCallback(engine=engine), memory=2**28)
+    plan = plan_of(_ppo(), RolloutCallback(engine=engine, sleep_level=2), memory=2**28)
     error, *warnings = plan.problems
     assert "the engine's KV cache holds" in error.message
     assert "the longest sequence has 500: raise rollout.engine.gpu_memory_utilization" in error.message
@@ -441,13 +674,14 @@ def test_the_command_plans_the_first_config_without_hub_weights_or_gpu(capsys, m
     assert not dist.is_initialized()
 
 
-def test_a_model_of_the_hub_that_is_unknown_ends_in_one_line(capsys, monkeypatch):
+@pytest.mark.parametrize("key", ["model.model", "model.critic"])
+def test_a_model_of_the_hub_that_is_unknown_ends_in_one_line(key, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(SystemExit):
-        main(["plan", "--config", str(CONFIGS / "ppo.yaml"), "--model.model=someone/something"])
+        main(["plan", "--config", str(CONFIGS / "ppo.yaml"), f"--{key}=someone/something"])
     lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert len(lines) == 1
-    assert "the config.json of 'someone/something' cannot be fetched (HF_HUB_OFFLINE is set)" in lines[0]
+    assert f"{key}: the config.json of 'someone/something' cannot be fetched (HF_HUB_OFFLINE is set)" in lines[0]
 
 
 def test_a_folder_with_nothing_but_a_config_is_enough(capsys, tmp_path):

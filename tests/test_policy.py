@@ -7,7 +7,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from toys import spawn
+from toys import Results, assert_equal_to_stock, packed_results, spawn, stock_results
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
 
 from lightning_rlhf.modules.loading import meta_parameters
@@ -58,65 +58,26 @@ def strategy_of(ranks: int, accelerator: str = "cpu", precision: str = "32-true"
     return strategy
 
 
-def gradients_of(rank: int, folder: str, ranks: int, sizes: dict[str, int]) -> tuple:
-    """Log-probs, entropies, values, and all gradients of a loss over them, from packed and sharded models."""
+def gradients_of(rank: int, folder: str, ranks: int, sizes: dict[str, int]) -> Results:
     strategy = strategy_of(ranks, **sizes)
-    actor = build_policy(ModelSettings(folder), strategy)
-    critic = build_critic(ModelSettings(folder), strategy)
-    with torch.no_grad():
-        for parameter in critic.value_head.parameters():
-            parameter.fill_(0.1)
+    actor, critic = build_policy(ModelSettings(folder), strategy), build_critic(ModelSettings(folder), strategy)
     mine = list(range(strategy.dp_rank, 4, strategy.dp_size))
     packed = pack(
         [sequences()[i] for i in mine], [PROMPTS[i] for i in mine], strategy.sequence_parallel_size, strategy.sp_rank
     )
-    log_probs, entropy = actor(packed, 0.7, True)
-    values = critic(packed)
-    ((log_probs.sin() + 0.3 * entropy).sum() * ranks).backward()
-    (values.square().sum() * ranks).backward()
-    grads = {n: p.grad.full_tensor() for n, p in actor.hf_named_parameters() if p.grad is not None}
-    critic_grads = {n: p.grad.full_tensor() for n, p in critic.named_parameters()}
-    outputs = {i: (log_probs[k].detach(), entropy[k].detach(), values[k].detach()) for k, i in enumerate(mine)}
-    return outputs, grads, critic_grads
+    return packed_results(actor, critic, packed, mine, ranks)
 
 
-def stock(folder: str) -> tuple:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    backbone = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().base_model
-    outputs = {}
-    for i, (ids, prompt) in enumerate(zip(sequences(), PROMPTS, strict=True)):
-        log_p = (model(ids[None], use_cache=False).logits[0, prompt - 1 : -1] / 0.7).log_softmax(-1)
-        log_probs = log_p.gather(-1, ids[prompt:, None])[:, 0]
-        entropy = -(log_p.exp() * log_p).sum(-1)
-        hidden = backbone(ids[None], use_cache=False).last_hidden_state[0, prompt - 1 : -1]
-        values = 0.1 * hidden.sum(-1) + 0.1
-        ((log_probs.sin() + 0.3 * entropy).sum() + values.square().sum()).backward()
-        outputs[i] = (log_probs.detach(), entropy.detach(), values.detach())
-    return outputs, dict(model.named_parameters(remove_duplicate=False)), dict(backbone.named_parameters())
-
-
-def assert_equal_to_stock(results: list[tuple], folder: str) -> None:
-    outputs, parameters, backbone = stock(folder)
-    seen = set()
-    for own, grads, critic_grads in results:
-        for i, values in own.items():
-            seen.add(i)
-            for got, want in zip(values, outputs[i], strict=True):
-                torch.testing.assert_close(got[: len(want)], want, rtol=1e-4, atol=1e-5)
-                assert not got[len(want) :].any()
-        for name, gradient in grads.items():
-            torch.testing.assert_close(gradient, parameters[name].grad, rtol=1e-4, atol=1e-5)
-        for name, parameter in backbone.items():
-            if parameter.grad is not None:
-                torch.testing.assert_close(critic_grads[f"model.{name}"], parameter.grad, rtol=1e-4, atol=1e-4)
-        assert critic_grads["value_head.weight"].any()
-    assert seen == {0, 1, 2, 3}
+def stock(folder: str) -> Results:
+    model, copy = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for _ in range(2))
+    examples = zip(sequences(), PROMPTS, [{}] * 4, strict=True)
+    return stock_results(model, copy.base_model, examples)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_packed_model_equals_the_stock_model_in_value_and_gradient(name, tmp_path):
     folder = save(name, tmp_path)
-    assert_equal_to_stock([gradients_of(0, folder, 1, {})], folder)
+    assert_equal_to_stock([gradients_of(0, folder, 1, {})], stock(folder))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +88,7 @@ def test_a_packed_model_equals_the_stock_model_in_value_and_gradient(name, tmp_p
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_sharded_models_equal_the_stock_model_in_value_and_gradient(name, ranks, sizes, tmp_path):
     folder = save(name, tmp_path)
-    assert_equal_to_stock(spawn(gradients_of, ranks, folder, ranks, sizes), folder)
+    assert_equal_to_stock(spawn(gradients_of, ranks, folder, ranks, sizes), stock(folder))
 
 
 def test_the_head_computes_response_positions_only(tmp_path):

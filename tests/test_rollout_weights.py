@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from toys import spawn
 
-from lightning_rlhf.rollout.weights import checksum, gather, with_checksum
+from lightning_rlhf.rollout.weights import checksum, checksums, gather, whole_checksum, with_checksum
 
 
 class Net(nn.Module):
@@ -225,3 +225,33 @@ def test_with_checksum_passes_the_stream_through() -> None:
     assert [(n, id(t)) for n, t in seen] == [(n, id(t)) for n, t in w.items()]
     assert sums.checksum == checksum(w.items())
     assert with_checksum([]).checksum == 0
+
+
+# -- a model that ranks share ------------------------------------------------------------------------------------------
+
+
+def test_pieces_of_four_ranks_add_up_to_the_model():
+    torch.manual_seed(0)
+    whole = {"split": torch.randn(8, 6), "norm": torch.randn(6), "heads": torch.randn(4, 6), "constant": torch.ones(8)}
+    copies = {"split": 1, "norm": 4, "heads": 2, "constant": 1}
+
+    def piece(name: str, rank: int) -> Tensor:
+        pieces = 4 // copies[name]
+        return whole[name].chunk(pieces)[rank // copies[name]]
+
+    ranks = [{name: piece(name, rank) for name in whole} for rank in range(4)]
+    expected = checksum(whole.items())
+    assert whole_checksum([checksums(rank.items()) for rank in ranks], copies) == expected
+    assert whole_checksum([checksums(rank.items()) for rank in ranks], copies | {"split": 4}) == expected, "not copies"
+    for name in whole:  # stale on any single rank
+        for rank in range(4):
+            stale = [held | ({name: held[name] * 2} if i == rank else {}) for i, held in enumerate(ranks)]
+            assert whole_checksum([checksums(held.items()) for held in stale], copies) != expected, (name, rank)
+    stale = [held | {"norm": held["norm"] * 2} for held in ranks]
+    assert whole_checksum([checksums(held.items()) for held in stale], copies) != expected, "the same on all"
+
+
+def test_a_tensor_with_two_names_counts_once():
+    tensor = torch.randn(3)
+    each = checksums([("a", tensor), ("b", tensor), ("c", 2 * tensor)])
+    assert each == {"a": checksum([("a", tensor)]), "b": 0, "c": checksum([("c", 2 * tensor)])}

@@ -14,7 +14,7 @@ from test_policy import strategy_of
 from test_runs import assert_equal_runs
 from torch.distributed.fsdp import FSDPModule
 from toy_vlm import answered, inputs_of, write_vlm
-from toys import even_tokens, spawn
+from toys import Results, assert_equal_to_stock, even_tokens, packed_results, spawn, stock_results
 from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
 
 from lightning_rlhf import (
@@ -40,14 +40,10 @@ from lightning_rlhf.rollout import RolloutEngine
 TWO = {"dp2": {}, "sp2": {"sequence_parallel_size": 2}}
 
 
-def gradients_of(rank: int, folder: str, ranks: int, sizes: dict[str, int], frozen: bool, **options: Any) -> tuple:
-    """Log-probs, entropies, values, and all gradients of a loss over them, from packed and sharded models."""
+def gradients_of(rank: int, folder: str, ranks: int, sizes: dict[str, int], frozen: bool, **options: Any) -> Results:
     strategy = strategy_of(ranks, **sizes)
     settings = ModelSettings(folder, freeze_vision=frozen, **options)
     actor, critic = build_policy(settings, strategy), build_critic(settings, strategy)
-    with torch.no_grad():
-        for parameter in critic.value_head.parameters():
-            parameter.fill_(0.1)
     ids, lengths, images = zip(*answered(folder), strict=True)
     mine = (
         [[0, 1, 3], [2]][strategy.dp_rank] if strategy.dp_size > 1 else [0, 1, 2, 3]
@@ -59,50 +55,15 @@ def gradients_of(rank: int, folder: str, ranks: int, sizes: dict[str, int], froz
         strategy.sp_rank,
         [images[i] for i in mine],
     )
-    log_probs, entropy = actor(packed, 0.7, True)
-    values = critic(packed)
-    ((log_probs.sin() + 0.3 * entropy).sum() * ranks).backward()
-    (values.square().sum() * ranks).backward()
-    grads = {n: p.grad.full_tensor() for n, p in actor.hf_named_parameters() if p.grad is not None}
-    critic_grads = {n: p.grad.full_tensor() for n, p in critic.named_parameters() if p.grad is not None}
-    outputs = {i: (log_probs[k].detach(), entropy[k].detach(), values[k].detach()) for k, i in enumerate(mine)}
-    return outputs, grads, critic_grads
+    return packed_results(actor, critic, packed, mine, ranks)
 
 
-def stock(folder: str) -> tuple:
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    backbone = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval().model
-    outputs = {}
-    for i, (ids, prompt, images) in enumerate(answered(folder)):
-        shown = inputs_of(ids, images)
-        log_p = (model(ids[None], use_cache=False, **shown).logits[0, prompt - 1 : -1] / 0.7).log_softmax(-1)
-        log_probs = log_p.gather(-1, ids[prompt:, None])[:, 0]
-        entropy = -(log_p.exp() * log_p).sum(-1)
-        hidden = backbone(ids[None], use_cache=False, **shown).last_hidden_state[0, prompt - 1 : -1]
-        values = 0.1 * hidden.sum(-1) + 0.1
-        ((log_probs.sin() + 0.3 * entropy).sum() + values.square().sum()).backward()
-        outputs[i] = (log_probs.detach(), entropy.detach(), values.detach())
-    return outputs, dict(model.named_parameters(remove_duplicate=False)), dict(backbone.named_parameters())
-
-
-def assert_equal_to_stock(results: list[tuple], folder: str, frozen: bool) -> None:
-    outputs, parameters, backbone = stock(folder)
-    trained = {n for n, p in parameters.items() if p.grad is not None and not (frozen and "visual" in n)}
-    assert any("visual" in n for n in trained) != frozen
-    seen = set()
-    for own, grads, critic_grads in results:
-        for i, values in own.items():
-            seen.add(i)
-            for got, want in zip(values, outputs[i], strict=True):
-                torch.testing.assert_close(got[: len(want)], want, rtol=1e-4, atol=1e-5)
-        assert grads.keys() == trained
-        for name, gradient in grads.items():
-            torch.testing.assert_close(gradient, parameters[name].grad, rtol=1e-4, atol=1e-5, msg=name)
-        for name, gradient in critic_grads.items():
-            if "value_head" not in name:
-                want = backbone[name.removeprefix("model.")].grad
-                torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-4, msg=name)
-    assert seen == {0, 1, 2, 3}
+def assert_stock(results: list[Results], folder: str, frozen: bool) -> None:
+    model, copy = (AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval() for _ in range(2))
+    examples = ((ids, prompt, inputs_of(ids, images)) for ids, prompt, images in answered(folder))
+    stock = stock_results(model, copy.model, examples)
+    assert any("visual" in name for name in stock[1])
+    assert_equal_to_stock(results, stock, *["visual"] * frozen)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at its inputs
@@ -111,14 +72,14 @@ def test_compiled_decoder_layers_equal_the_stock_model(family, tmp_path, monkeyp
     """Traced and differentiated by torch.compile, run by eager kernels."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     folder = write_vlm(tmp_path, family)
-    assert_equal_to_stock([gradients_of(0, folder, 1, {}, False, compile=True)], folder, False)
+    assert_stock([gradients_of(0, folder, 1, {}, False, compile=True)], folder, False)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
 def test_a_packed_model_equals_the_stock_model_in_value_and_gradient(family, frozen, tmp_path):
     folder = write_vlm(tmp_path, family)
-    assert_equal_to_stock([gradients_of(0, folder, 1, {}, frozen)], folder, frozen)
+    assert_stock([gradients_of(0, folder, 1, {}, frozen)], folder, frozen)
 
 
 # -- whole runs ----------------------------------------------------------------------------------------------------------
@@ -189,7 +150,7 @@ def two_ranks(folder: str) -> list[dict[str, tuple]]:
 @pytest.mark.parametrize("name", TWO)
 def test_sharded_models_equal_the_stock_model_in_value_and_gradient(name, folder, two_ranks):
     """With a head of its own, a trained tower, and on two data ranks one without any picture."""
-    assert_equal_to_stock([own[name][0] for own in two_ranks], folder, False)
+    assert_stock([own[name][0] for own in two_ranks], folder, False)
 
 
 def test_results_depend_neither_on_the_split_nor_on_switches(folder, two_ranks):

@@ -1,4 +1,4 @@
-"""What several tests need: processes over gloo, and short runs of the tiny model."""
+"""What several tests need: processes over gloo, the comparison with stock models, short runs of the tiny model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -16,8 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
 
 from lightning_rlhf import FSDPUlyssesStrategy, PromptDataModule, RLHFLightningModule, RolloutCallback, Sampling
+from lightning_rlhf.modules.policy import Critic, Policy
+from lightning_rlhf.packing import Packed
 
 TINY_MODULE = {"model": "random:tiny", "lr": 3e-3, "micro_batch_tokens": 4096}
 
@@ -47,6 +50,62 @@ def _enter(rank: int, world: int, port: int, function: Callable[..., Any], args:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+Results = tuple[dict[int, tuple[Tensor, Tensor, Tensor]], dict[str, Tensor], dict[str, Tensor]]
+"""Log-probs, entropies and values by sequence; gradients of the actor's and of the critic's parameters."""
+
+
+def packed_results(actor: Policy, critic: Critic, packed: Packed, rows: Sequence[int], ranks: int) -> Results:
+    """Of this rank's ``rows`` in packed and sharded models; the gradients are of a loss over all of them."""
+    with torch.no_grad():
+        for parameter in critic.value_head.parameters():
+            parameter.fill_(0.1)
+    log_probs, entropy = actor(packed, 0.7, True)
+    values = critic(packed)
+    ((log_probs.sin() + 0.3 * entropy).sum() * ranks).backward()
+    (values.square().sum() * ranks).backward()
+    grads = {n: p.grad.full_tensor() for n, p in actor.hf_named_parameters() if p.grad is not None}
+    critic_grads = {n: p.grad.full_tensor() for n, p in critic.named_parameters() if p.grad is not None}
+    outputs = {i: (log_probs[k].detach(), entropy[k].detach(), values[k].detach()) for k, i in enumerate(rows)}
+    return outputs, grads, critic_grads
+
+
+def stock_results(
+    model: nn.Module, backbone: nn.Module, sequences: Iterable[tuple[Tensor, int, dict[str, Tensor]]]
+) -> Results:
+    """The same of stock models, one unpadded sequence at a time.
+
+    Args:
+        sequences: token ids, length of the prompt, other inputs.
+    """
+    outputs = {}
+    for i, (ids, prompt, others) in enumerate(sequences):
+        log_p = (model(ids[None], use_cache=False, **others).logits[0, prompt - 1 : -1] / 0.7).log_softmax(-1)
+        log_probs = log_p.gather(-1, ids[prompt:, None])[:, 0]
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        hidden = backbone(ids[None], use_cache=False, **others).last_hidden_state[0, prompt - 1 : -1]
+        values = 0.1 * hidden.sum(-1) + 0.1
+        ((log_probs.sin() + 0.3 * entropy).sum() + values.square().sum()).backward()
+        outputs[i] = (log_probs.detach(), entropy.detach(), values.detach())
+    grads = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
+    return outputs, grads, {f"model.{n}": p.grad for n, p in backbone.named_parameters() if p.grad is not None}
+
+
+def assert_equal_to_stock(results: list[Results], stock: Results, frozen: str = "\0") -> None:
+    """Results of all ranks; no parameter with ``frozen`` in its name has a gradient."""
+    outputs, *stock_grads = stock
+    for own, *all_grads in results:
+        for i, values in own.items():
+            for got, want in zip(values, outputs[i], strict=True):
+                torch.testing.assert_close(got[: len(want)], want, rtol=1e-4, atol=1e-5)
+                assert not got[len(want) :].any()
+        for grads, wanted, atol in zip(all_grads, stock_grads, (1e-5, 1e-4), strict=True):
+            assert {n for n in grads if "value_head" not in n} == {n for n in wanted if frozen not in n}
+            for name in grads.keys() & wanted.keys():
+                torch.testing.assert_close(grads[name], wanted[name], rtol=1e-4, atol=atol, msg=name)
+        assert all_grads[1]["value_head.weight"].any()
+    assert set().union(*(own for own, *_ in results)) == outputs.keys()
 
 
 def prompts() -> list[dict[str, str]]:

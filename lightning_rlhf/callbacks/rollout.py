@@ -12,19 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from jsonargparse.typing import NonNegativeInt
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_rlhf.callbacks.offload import HostMemory
-from lightning_rlhf.plan import Run, problems, read_run
+from lightning_rlhf.plan import Plan, Run, make_plan, problems, read_run
 from lightning_rlhf.plan.checks import too_long
+from lightning_rlhf.plan.ladder import Ladder, Switch
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
+from lightning_rlhf.rollout.sharing import Pool, engine_share, pool_size
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.weights import gather, with_checksum
 from lightning_rlhf.types import Prompts, Rollout, Sampling, derive_seed
@@ -40,7 +43,8 @@ class RolloutCallback(pl.Callback):
         engine: default `TransformersEngine`, embedded in the process; `VLLMEngine` for speed.
         sampling: how training responses are drawn.
         val_sampling: how validation responses are drawn; default: one greedy response of the same length.
-        sleep_level: what the engine gives back between phases: 0 nothing, 1 its cache (weights go to the host), 2 both.
+        sleep_level: what the engine gives back between phases: 0 nothing, 1 its cache (weights go to the host), 2 both. auto,
+            as for the two switches: the least that fits by the plan, see `plan.ladder`; on the CPU 2, and nothing moves.
         offload_optimizer: the optimizer's state waits in host memory while the engine is awake.
         offload_parameters: the shards of actor, critic and reference too, once the weights are synced.
         verify_sync_every: compare checksums on the first sync and on every n-th; 0 never.
@@ -53,11 +57,11 @@ class RolloutCallback(pl.Callback):
         engine: RolloutEngine | None = None,
         sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
         val_sampling: Sampling | None = None,
-        sleep_level: Literal[0, 1, 2] = 2,
-        offload_optimizer: bool = False,
+        sleep_level: Literal["auto", 0, 1, 2] = "auto",
+        offload_optimizer: Switch = "auto",
         verify_sync_every: NonNegativeInt = 50,
         log_probs_every: NonNegativeInt = 10,
-        offload_parameters: bool = False,
+        offload_parameters: Switch = "auto",
     ) -> None:
         if sampling.temperature <= 0.0:
             raise ValueError(
@@ -68,8 +72,8 @@ class RolloutCallback(pl.Callback):
         self.val_sampling = val_sampling or replace(
             sampling, num_generations=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0
         )
-        self.sleep_level = sleep_level
-        self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
+        self.ladder = Ladder(sleep_level, offload_optimizer, offload_parameters)
+        self.rung = self.ladder.usual
         self._host = HostMemory()
         self.verify_sync_every = verify_sync_every
         self.log_probs_every = log_probs_every
@@ -84,11 +88,15 @@ class RolloutCallback(pl.Callback):
             raise ValueError(
                 "there are two RolloutCallbacks: configure the one under rollout, not in trainer.callbacks"
             )
-        self.engine.setup(self._engine_setup(trainer, module))
+        self.engine.setup(self._engine_setup(trainer, module, stage))
+        sp, tp = module.strategy.sequence_parallel_size, self.engine.tensor_parallel_size
+        size = pool_size(sp, tp)
+        gather_objects = partial(module.strategy.all_gather_objects, ranks=size)
+        self._pool = Pool(sp, tp, module.strategy.global_rank % size, gather_objects)
         self.engine.weight_version = -1  # it may hold the weights of another module
         self._host = HostMemory()  # its buffers are those of one module
 
-    def _engine_setup(self, trainer: pl.Trainer, module: RLHFLightningModule) -> EngineSetup:
+    def _engine_setup(self, trainer: pl.Trainer, module: RLHFLightningModule, stage: str) -> EngineSetup:
         run, strategy, data = run_of(trainer, module, self), module.strategy, getattr(trainer, "datamodule", None)
         for problem in problems(run):
             if problem.kind == "error":
@@ -98,7 +106,11 @@ class RolloutCallback(pl.Callback):
         if run.prompt_length and run.context > limit:
             raise ValueError(too_long(run, limit))
         sizes = [
-            -(-getattr(data, name, 256) // strategy.dp_size) * sampling.num_generations
+            engine_share(
+                -(-getattr(data, name, 256) // strategy.dp_size) * sampling.num_generations,
+                strategy.sequence_parallel_size,
+                self.engine.tensor_parallel_size,
+            )
             for name, sampling in (("batch_size", self.sampling), ("val_batch_size", self.val_sampling))
             if isinstance(getattr(data, name, 256), int)
         ]
@@ -113,7 +125,30 @@ class RolloutCallback(pl.Callback):
             seed=module.seed,
             trust_remote_code=module.settings.trust_remote_code,
             config_overrides=module.settings.config_overrides,
+            kv_cache_memory_bytes=self._choose_rung(trainer, module, stage),
         )
+
+    def _choose_rung(self, trainer: pl.Trainer, module: RLHFLightningModule, stage: str) -> int | None:
+        """Decide what gives way to the engine. Returns the size of its KV cache if that is the plan's to choose.
+
+        Raises:
+            ValueError: nothing fits.
+        """
+        self.rung = self.ladder.usual
+        memory = module.strategy.broadcast(device_memory(module.strategy.root_device))  # one answer on all ranks
+        if not memory:
+            return None
+        try:
+            plan = plan_of(trainer, module, self, memory)
+        except Exception as error:  # a model that trains, but that the meta device cannot run
+            rank_zero_warn(f"the plan cannot choose rollout.sleep_level, the engine {self.rung}: {error}")
+            return None
+        errors = [problem.message for problem in plan.problems if problem.kind == "error"]
+        if errors and stage == "fit":
+            raise ValueError(errors[0])
+        self.rung = plan.choice.rung
+        rank_zero_info(f"engine {plan.choice.reason}")
+        return None if plan.engine.least is None else plan.engine.kv_cache
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         try:
@@ -158,7 +193,7 @@ class RolloutCallback(pl.Callback):
 
     def _wake(self, trainer: pl.Trainer, module: RLHFLightningModule) -> None:
         """Weights first, synced if they are not the policy's, then the KV cache: that keeps the peak down."""
-        if self.offload_optimizer:
+        if self.rung.offload_optimizer:
             with module.phases("offload"):
                 self._host.offload_states(trainer.optimizers)
         if torch.cuda.is_available():
@@ -167,7 +202,7 @@ class RolloutCallback(pl.Callback):
             self.engine.wake(["weights"])
             if self.engine.weight_version != module.weight_version:
                 self._sync(module)
-        if self.offload_parameters:
+        if self.rung.offload_parameters:
             with module.phases("offload"):
                 for root in _roots(module):
                     self._host.offload_parameters(root)
@@ -177,7 +212,7 @@ class RolloutCallback(pl.Callback):
     def _sleep(self, trainer: pl.Trainer, module: RLHFLightningModule) -> None:
         try:
             with module.phases("sleep"):
-                self.engine.sleep(self.sleep_level)
+                self.engine.sleep(self.rung.sleep_level)
         finally:
             self._reload(trainer, module)
 
@@ -200,11 +235,11 @@ class RolloutCallback(pl.Callback):
         module.strategy.barrier()
         held = self.engine.checksum() if verify else None
         if sent is not None and held is not None:
-            equal = module.strategy.all_gather_objects_dp(held == sent.checksum)
+            equal = module.strategy.all_gather_objects(held == sent.checksum, module.strategy.world_size)
             if not all(equal):
                 raise RuntimeError(
-                    f"the engine of data rank {equal.index(False)} does not hold the weights that were sent to it: its"
-                    " checksum differs"
+                    f"the engine of rank {equal.index(False)} does not hold the weights that were sent to it: its checksum"
+                    " differs"
                 )
             module.extra_metrics["rollout/checksum_ok"] = 1.0
 
@@ -215,8 +250,13 @@ class RolloutCallback(pl.Callback):
         seeds = [derive_seed(module.seed, iteration, row, i) for row in prompts.index.tolist() for i in range(n)]
         shown = {"images": [one for one in prompts.images for _ in range(n)]} if prompts.images else {}
         with module.phases("generate"):
-            completions = self.engine.generate(
-                [ids for ids in prompts.ids for _ in range(n)], sampling, seeds=seeds, log_probs=log_probs, **shown
+            completions = self._pool.generate(
+                self.engine,
+                [ids for ids in prompts.ids for _ in range(n)],
+                sampling,
+                seeds=seeds,
+                log_probs=log_probs,
+                **shown,
             )
         return Rollout.build(prompts, completions, sampling)
 
@@ -239,3 +279,14 @@ def run_of(trainer: pl.Trainer, module: RLHFLightningModule, rollout: RolloutCal
         num_nodes=trainer.num_nodes,
         device_type=module.strategy.root_device.type,
     )
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of a GPU, 0 of anything else."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def plan_of(trainer: pl.Trainer, module: RLHFLightningModule, rollout: RolloutCallback, memory: int) -> Plan:
+    """The plan of the run that a trainer is set up for; see `make_plan`."""
+    configs = {name: settings.config for name, settings in module.roles.items()}
+    return make_plan(module, rollout, run_of(trainer, module, rollout), configs, memory)

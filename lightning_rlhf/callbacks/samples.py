@@ -1,7 +1,7 @@
 """Look at what the policy writes: a table on the console and every sample in parquet files.
 
     <run folder>/samples/iteration_000010.parquet     training rollouts, every n-th iteration
-    <run folder>/samples/validation_000010.parquet    validation rollouts at iteration 10
+    <run folder>/samples/validation_000010.parquet    validation rollouts at iteration 10; of ``test`` they are test_000010
 
 One row per response of the first data rank: prompt and response as the model saw them (special tokens included), each
 reward function's value, the total, the advantage, length and how the response ended, and what the reward functions
@@ -65,7 +65,7 @@ class Samples(pl.Callback):
             columns = sample_columns(
                 batch["rollout"], pl_module.last_scores, pl_module.tokenizer, pl_module.last_experience
             )
-            self._publish(trainer, "iteration", columns)
+            self._publish(trainer, pl_module, "iteration", columns)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self._validation.clear()
@@ -79,10 +79,17 @@ class Samples(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if self._validation:
-            self._publish(trainer, "validation", _concatenate(self._validation))
+            self._publish(trainer, pl_module, "validation", _concatenate(self._validation))
 
-    def _publish(self, trainer: pl.Trainer, kind: str, columns: Columns) -> None:
-        step = trainer.global_step
+    on_test_start = on_validation_start
+    on_test_batch_end = on_validation_batch_end
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if self._validation:
+            self._publish(trainer, pl_module, "test", _concatenate(self._validation))
+
+    def _publish(self, trainer: pl.Trainer, pl_module: Any, kind: str, columns: Columns) -> None:
+        step = pl_module.iteration
         if self.rows:
             console = get_console()
             title = f"{kind} {step}" if kind == "iteration" else f"{kind} at iteration {step}"

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
-from lightning_rlhf.callbacks.rollout import RolloutCallback, run_of
-from lightning_rlhf.plan import make_plan
+from lightning_rlhf.callbacks.rollout import RolloutCallback, device_memory, plan_of
 from lightning_rlhf.plan.table import show, summary
 
 
@@ -24,11 +22,8 @@ class PlanSummary(pl.Callback):
         rollout = next((c for c in trainer.callbacks if isinstance(c, RolloutCallback)), None)  # type: ignore[attr-defined]
         if stage != "fit" or rollout is None:
             return
-        device = pl_module.strategy.root_device
-        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-        configs = {name: settings.config for name, settings in pl_module.roles.items()}
         try:
-            plan = make_plan(pl_module, rollout, run_of(trainer, pl_module, rollout), configs, memory)
+            plan = plan_of(trainer, pl_module, rollout, device_memory(pl_module.strategy.root_device))
         except Exception as error:  # an observer ends no run; what cannot work is the `RolloutCallback`'s to say
             rank_zero_info(f"there is no summary of this run: {error}")
             return

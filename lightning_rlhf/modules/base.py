@@ -12,16 +12,14 @@ optimizer step and W the ranks that FSDP averages over, so results depend neithe
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 from jaxtyping import Float
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -31,7 +29,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_rlhf.flops import Passes, dims_of, frozen
-from lightning_rlhf.images import ImageEncoder
 from lightning_rlhf.modules import advantages, losses
 from lightning_rlhf.modules.batching import MicroBatch, Split, micro_batches, mini_batches
 from lightning_rlhf.modules.experience import gather_experience
@@ -39,7 +36,7 @@ from lightning_rlhf.modules.gradients import clip_roles
 from lightning_rlhf.modules.lora import trained_matrices
 from lightning_rlhf.modules.losses import Aggregation, KLKind, kl_estimate, token_weights
 from lightning_rlhf.modules.metrics import Metrics
-from lightning_rlhf.modules.policy import Critic, Policy, build_policy, check_model
+from lightning_rlhf.modules.policy import Critic, Policy
 from lightning_rlhf.modules.report import (
     Alarms,
     ValidationMetrics,
@@ -48,17 +45,13 @@ from lightning_rlhf.modules.report import (
     constant_groups,
     finish,
 )
+from lightning_rlhf.modules.roles import ModelRoles
 from lightning_rlhf.modules.schedules import Schedule, warmup_schedule
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.packing import Packed, attention_cost
 from lightning_rlhf.phases import Phases
 from lightning_rlhf.scoring import Scorer
 from lightning_rlhf.types import Experience, Rollout, Scores
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from lightning_rlhf.strategy import FSDPUlyssesStrategy
 
 RewardFunction = Callable[..., Any]
 
@@ -85,7 +78,7 @@ class KL:
             )
 
 
-class RLHFLightningModule(pl.LightningModule):
+class RLHFLightningModule(ModelRoles):
     """Group-based policy optimisation without a critic; the base of every algorithm.
 
     Override points, each one small method: `score`, `compute_advantages`, `policy_loss`, `configure_optimizers`.
@@ -154,9 +147,8 @@ class RLHFLightningModule(pl.LightningModule):
         val_success: float = 1.0,
         **kwargs: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(ModelSettings(model, **kwargs), lr)
         self.automatic_optimization = False
-        self.settings = ModelSettings(model, **kwargs)
         self.scorer = Scorer(reward or [], reward_weights, timeout=reward_timeout, workers=reward_workers)
         self.advantage_function = _function(advantage or self.default_advantage, advantages, "model.advantage")
         self._check_estimator()
@@ -165,15 +157,12 @@ class RLHFLightningModule(pl.LightningModule):
         self.entropy_coef, self.kl = entropy_coef, kl
         self.clip = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual}
         self.ppo_epochs, self.mini_batches, self.micro_batch_tokens = ppo_epochs, mini_batches, micro_batch_tokens
-        self.lr, self.optimizer = lr, optimizer
+        self.optimizer = optimizer
         self.lr_schedule, self.warmup_steps, self.min_lr_ratio = lr_schedule, warmup_steps, min_lr_ratio
         self.max_grad_norm, self.max_skipped_steps, self.val_success = max_grad_norm, max_skipped_steps, val_success
         if clip_dual is not None and clip_dual <= 1.0:
             raise ValueError(f"model.clip_dual must be above 1, or null to switch it off, got {clip_dual}")
-        self.actor: Policy = None  # type: ignore[assignment]
-        self.reference: Policy | None = None
         self.phases = Phases()
-        self.weight_version = 0
         self.alarms = Alarms()
         self._skipped_in_a_row = 0
         self._logged: set[str] = set()
@@ -199,57 +188,6 @@ class RLHFLightningModule(pl.LightningModule):
                 f" {type(self).__name__} does not have"
             )
 
-    # -- the model ---------------------------------------------------------------------------------
-
-    @property
-    def model_path(self) -> str:
-        """Local folder of the policy's model."""
-        return self.settings.path
-
-    @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Of the policy."""
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self.model_path, trust_remote_code=self.settings.trust_remote_code)
-
-    @cached_property
-    def vision(self) -> ImageEncoder | None:
-        """Reads pictures for a vision-language policy; None if the policy takes text only."""
-        return ImageEncoder.load(self.model_path, self.settings.trust_remote_code)
-
-    @cached_property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Every id that ends a response: the generation config's and the tokenizer's."""
-        from transformers import GenerationConfig
-
-        try:
-            listed = GenerationConfig.from_pretrained(self.model_path).eos_token_id
-        except OSError:  # the folder has none
-            listed = None
-        ids = listed if isinstance(listed, list) else [listed]
-        return tuple(sorted({i for i in (*ids, self.tokenizer.eos_token_id) if i is not None}))
-
-    @property
-    def pad_token_id(self) -> int:
-        """Filler; it may equal an EOS, since masks come from lengths."""
-        pad = self.tokenizer.pad_token_id
-        return int(pad if pad is not None else (self.eos_token_ids or (0,))[0])
-
-    @property
-    def strategy(self) -> FSDPUlyssesStrategy:
-        """Of the trainer.
-
-        Raises:
-            TypeError: it is another one.
-        """
-        strategy = self.trainer.strategy
-        if not hasattr(strategy, "data_mesh"):
-            raise TypeError(
-                f"{type(self).__name__} needs trainer.strategy: fsdp_ulysses, got {type(strategy).__name__}"
-            )
-        return strategy  # type: ignore[return-value]
-
     @property
     def needs_reference(self) -> bool:
         return self.kl.coef > 0.0
@@ -269,36 +207,6 @@ class RLHFLightningModule(pl.LightningModule):
             dims = frozen(dims, *trained_matrices(root))
         return [Passes("update", dims, self.ppo_epochs, self.ppo_epochs)]
 
-    def check_models(self) -> int:
-        """Refuse models that cannot be trained here before any weights are loaded; returns the longest sequence they take."""
-        roles = {(settings, name == "critic") for name, settings in self.roles.items()}
-        return min(check_model(settings, self.strategy, critic=critic) for settings, critic in roles)
-
-    @property
-    def roles(self) -> dict[str, ModelSettings]:
-        """The models of a run, in the order they are built; the reference is the one that is not trained."""
-        own_reference = (
-            self.needs_reference and self.settings.lora is None
-        )  # with LoRA it is the actor without its adapter
-        return {"actor": self.settings} | ({"reference": self.settings} if own_reference else {})
-
-    @property
-    def learning_rates(self) -> dict[str, float]:
-        """Of the trained roles."""
-        return {"actor": self.lr}
-
-    def configure_model(self) -> None:
-        if self.actor is not None:
-            return
-        self.actor = build_policy(self.settings, self.strategy, seed=self.seed)
-        if "reference" in self.roles:
-            self.reference = build_policy(self.settings, self.strategy, frozen=True)
-
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """One group per role: clipped, checked and logged on its own."""
-        trained = [p for p in self.actor.parameters() if p.requires_grad]
-        return [{"params": trained, "lr": self.lr, "role": "actor"}]
-
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer(self.parameter_groups())
         total = self.trainer.estimated_stepping_batches
@@ -307,9 +215,6 @@ class RLHFLightningModule(pl.LightningModule):
         iterations = 1 if total == float("inf") else int(total)
         scheduler = warmup_schedule(optimizer, self.lr_schedule, self.warmup_steps, iterations, self.min_lr_ratio)
         return [optimizer], [scheduler]
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.weight_version += 1  # whatever an engine holds is of before
 
     def teardown(self, stage: str) -> None:
         self.scorer.close()
@@ -499,6 +404,7 @@ class RLHFLightningModule(pl.LightningModule):
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if None in norms.values() else 0
         if last:
             optimizer.step()
+            self.iteration = self.trainer.global_step
         else:
             self.trainer.strategy.optimizer_step(optimizer.optimizer, do_nothing_closure)
         optimizer.zero_grad()
@@ -522,11 +428,6 @@ class RLHFLightningModule(pl.LightningModule):
             cost=attention_cost(self.actor.hidden_size),
             device=self.device,
         )
-
-    @property
-    def seed(self) -> int:
-        """Of the run: Lightning's ``seed_everything``."""
-        return int(os.environ.get("PL_GLOBAL_SEED", 0))
 
     @property
     def is_logging_iteration(self) -> bool:

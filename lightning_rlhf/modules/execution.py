@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -81,7 +82,7 @@ def apply_execution(
     """
     check_layers(model, layers, settings)
     if settings.liger:
-        _use_liger(model)
+        use_liger(model)
     if settings.tiled_mlp is not None:
         for layer in layers:
             _tile_mlp(layer, settings.tiled_mlp)
@@ -212,7 +213,7 @@ def bucketed(length: int) -> int:
 # -- Liger kernels -----------------------------------------------------------------------------------------------------
 
 
-def _use_liger(model: nn.Module) -> None:
+def use_liger(model: nn.Module) -> None:
     """Liger's RMSNorm and gated MLP on this instance, and its rotary embedding.
 
     The rotary function is looked up in the architecture's module, so it changes for every model of that architecture in this
@@ -232,9 +233,9 @@ def _use_liger(model: nn.Module) -> None:
 class HostActivations:
     """Keeps what layers save for backward in pinned host memory; copies run on a stream of their own.
 
-    A layer's tensors leave while the next layers compute. In backward, a layer that needs its own also calls back those of the
-    layer before it, which arrive while it computes. With recomputation a layer saves its input only; without, everything above
-    ``smallest`` bytes travels. On the CPU tensors stay where they are.
+    A layer's tensors leave while the next layers compute, each once however many operators save it. In backward, a layer that
+    needs its own also calls back those of the layer before it, which arrive while it computes. With recomputation a layer saves
+    its input only; without, everything above ``smallest`` bytes travels. On the CPU tensors stay where they are.
 
     Attributes:
         moved_bytes: what has gone to the host so far.
@@ -263,16 +264,20 @@ class HostActivations:
 
         layer.forward = forward
 
-    def _pack(self, saved: _Saved, kept: set[int], tensor: Tensor) -> Tensor | tuple[_Saved, int]:
+    def _pack(self, saved: _Saved, kept: set[int], tensor: Tensor) -> Tensor | _Copy:
         size = tensor.numel() * tensor.element_size()
         if size < self.smallest or tensor.device.type != self._kind or tensor.untyped_storage().data_ptr() in kept:
             return tensor
-        host = self._to_host(tensor)
-        if host.stride() != tensor.stride():  # compiled code relies on the strides of what it saved
-            return tensor
-        self.moved_bytes += size
-        saved.host.append(host)
-        return saved, len(saved.host) - 1
+        storage = StorageWeakRef(tensor.untyped_storage())
+        key = storage.cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
+        copy = saved.copies.get(key)
+        if copy is None:
+            host = self._to_host(tensor)
+            if host.stride() != tensor.stride():  # compiled code relies on the strides of what it saved
+                return tensor
+            self.moved_bytes += size
+            copy = saved.copies[key] = _Copy(saved, host, storage)
+        return copy
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if self._stream is None:
@@ -285,37 +290,51 @@ class HostActivations:
         tensor.record_stream(self._stream)  # its memory is free for others once the copy is done
         return host
 
-    def _unpack(self, packed: Tensor | tuple[_Saved, int]) -> Tensor:
+    def _unpack(self, packed: Tensor | _Copy) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        saved, index = packed
+        saved = packed.saved
         self._call_back(saved)
         before = saved.before() if saved.before is not None else None
         if before is not None:
             self._call_back(before)
         if saved.ready is not None:
             torch.cuda.current_stream().wait_event(saved.ready)
-        return saved.back[index]
+        return packed.tensor
 
     def _call_back(self, saved: _Saved) -> None:
-        if saved.back:
+        if saved.called_back:
             return
+        saved.called_back = True
         if self._stream is None:
-            saved.back = saved.host
             return
-        saved.back = [torch.empty_like(host, device=self._stream.device) for host in saved.host]
+        copies = list(saved.copies.values())
+        back = [torch.empty_like(copy.tensor, device=self._stream.device) for copy in copies]
         self._stream.wait_stream(torch.cuda.current_stream())  # the memory's last user may still run
         with torch.cuda.stream(self._stream):
-            for tensor, host in zip(saved.back, saved.host, strict=True):
-                tensor.copy_(host, non_blocking=True)
+            for copy, tensor in zip(copies, back, strict=True):
+                tensor.copy_(copy.tensor, non_blocking=True)
+                copy.tensor = tensor  # torch reuses the pinned memory only after the transfer
         saved.ready = self._stream.record_event()
 
 
 class _Saved:
-    """What one call of a layer saved. Autograd holds it; a chain of weak references leads back through the forward pass."""
+    """What one call of a layer saved; a chain of weak references leads back through the forward pass."""
 
     def __init__(self, before: weakref.ref[_Saved] | None) -> None:
         self.before = before
-        self.host: list[Tensor] = []
-        self.back: list[Tensor] = []
+        self.copies: weakref.WeakValueDictionary[tuple[Any, ...], _Copy] = weakref.WeakValueDictionary()
+        self.called_back = False
         self.ready: torch.cuda.Event | None = None
+
+
+class _Copy:
+    """A tensor on the host and, once called back, on the device. It is held by the operators that saved it and goes with the
+    last one's backward.
+
+    ``source``: while it is held no other storage takes the number that stands in the key of `_Saved.copies`; an address would
+    be used again as soon as the tensor's memory is free.
+    """
+
+    def __init__(self, saved: _Saved, host: Tensor, source: StorageWeakRef) -> None:
+        self.saved, self.tensor, self.source = saved, host, source

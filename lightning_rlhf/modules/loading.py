@@ -63,16 +63,21 @@ def load_pretrained(
     """
     wanted = {n: t for n, t in get_model_state_dict(root).items() if not n.startswith(skip or ("\0",))}
     stored = _stored_names(settings.path)
+
+    def in_checkpoint(name: str) -> str:
+        known_as = hf_name(name)
+        return known_as if known_as in stored else original_name(known_as)
+
     seen: dict[int, str] = {}
     state = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
-        known_as = hf_name(name) if hf_name(name) in stored else original_name(hf_name(name))
+        known_as = in_checkpoint(name)
         if name in wanted and id(parameter) not in seen and known_as in stored:
             seen[id(parameter)] = name
             state[known_as] = wanted[name]
     missing = [n for n, p in root.named_parameters() if n in wanted and id(p) not in seen]
     for name, _ in root.named_buffers():  # the persistent ones: a router's correction of its scores, for instance
-        known_as = hf_name(name) if hf_name(name) in stored else original_name(hf_name(name))
+        known_as = in_checkpoint(name)
         if name in wanted and known_as in stored:
             state[known_as] = wanted[name]
     if not missing:

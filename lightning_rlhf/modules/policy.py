@@ -291,11 +291,11 @@ def _causal_lm(settings: ModelSettings, dtype: torch.dtype, strategy: FSDPUlysse
     """Without any randomness in training mode: log-probs of rollout, old policy and update must be of one distribution."""
     config = deepcopy(settings.config)
     check_packable(config)
-    check_class(config)
+    check_class(config, settings.key)
     check_vision(config, settings)
     if settings.lora is not None and getattr(config, "quantization_config", None):
         raise NotImplementedError(
-            "model.lora: the weights of model.model are quantised, their shards cannot be trained on (QLoRA): use the same"
+            f"model.lora: the weights of {settings.key} are quantised, their shards cannot be trained on (QLoRA): use the same"
             " model in bfloat16"
         )
     for part in (config, config.get_text_config()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ from lightning_rlhf.modules.batching import MicroBatch
 from lightning_rlhf.modules.losses import value_loss
 from lightning_rlhf.modules.metrics import Metrics
 from lightning_rlhf.modules.policy import Critic, build_critic
-from lightning_rlhf.modules.settings import ModelSettings
+from lightning_rlhf.modules.settings import CriticSettings, ModelSettings
 from lightning_rlhf.types import Experience
 
 
@@ -72,11 +72,11 @@ class PPOLightningModule(RLHFLightningModule):
     @property
     def roles(self) -> dict[str, ModelSettings]:
         own = self.settings
-        if (
-            self.critic_model != own.model
-        ):  # what was said of the policy's config and layers does not hold for another model
+        if self.critic_model != own.model:
+            # what was said of the policy's config and layers does not hold for another model
             everywhere = own.lora and replace(own.lora, target_modules="all-linear", modules_to_save=None, adapter=None)
-            own = replace(own, model=self.critic_model, config_overrides=None, lora=everywhere)
+            other = {"model": self.critic_model, "config_overrides": None, "lora": everywhere}
+            own = CriticSettings(**{field.name: getattr(own, field.name) for field in fields(own)} | other)
         return super().roles | {"critic": own}
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from jsonargparse.typing import PositiveInt
 
@@ -118,6 +118,9 @@ class ModelSettings:
         freeze_vision: leave a vision-language model's vision tower as it is; it is then held in the compute dtype.
     """
 
+    key: ClassVar[str] = "model.model"
+    """What ``model`` is called in the configuration."""
+
     model: str
     attention: str = "auto"
     gradient_checkpointing: Recomputed | bool = "off"
@@ -159,7 +162,7 @@ class ModelSettings:
     @cached_property
     def path(self) -> str:
         """Local folder of `model`; downloads it if it is elsewhere."""
-        return local_path(self.model, self.trust_remote_code)
+        return local_path(self.model, self.trust_remote_code, key=self.key)
 
     @property
     def source(self) -> str:
@@ -170,3 +173,9 @@ class ModelSettings:
     def config(self) -> Any:
         """Of transformers, overrides applied."""
         return load_config(self.path, self.config_overrides, self.trust_remote_code)
+
+
+class CriticSettings(ModelSettings):
+    """Of a critic that does not start from the policy's model."""
+
+    key = "model.critic"

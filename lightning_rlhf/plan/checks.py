@@ -52,11 +52,9 @@ def attention(run: Run) -> Iterator[Problem]:
 
 def heads(run: Run) -> Iterator[Problem]:
     """Sequence parallelism splits the heads of attention."""
-    text, ranks = run.config.get_text_config(), run.sequence_ranks
-    count = getattr(text, "num_attention_heads", None)
-    if ranks == 1 or not count:
+    ranks, (count, kv) = run.sequence_ranks, run.attention_heads
+    if ranks == 1 or not count or not kv:
         return
-    kv = getattr(text, "num_key_value_heads", None) or count
     try:
         repeat, appended = head_plan(count, kv, ranks)
     except ValueError as error:
@@ -106,7 +104,22 @@ def batches(run: Run) -> Iterator[Problem]:
 
 
 def engine(run: Run) -> Iterator[Problem]:
-    """The engine's context holds the longest sequence."""
+    """Engines tile the nodes and split the heads, and their context holds the longest sequence."""
+    ranks, (count, kv), processes = run.engine_ranks, run.attention_heads, run.world_size // run.num_nodes
+    option = f"rollout.engine.tensor_parallel_size={ranks}"
+    if processes % ranks:
+        yield Problem(
+            "error",
+            f"{option} must divide the {processes} processes of a node, an engine is made of consecutive ones: change it or"
+            " trainer.devices",
+        )
+    if count and count % ranks:
+        yield Problem("error", f"{option} must divide the {count} attention heads: take {_fitting(count, ranks)}")
+    elif kv and kv % ranks and ranks % kv:
+        yield Problem(
+            "error",
+            f"{option} must divide the {kv} key/value heads or be a multiple of them: take {_fitting(kv, ranks)}",
+        )
     limit = run.engine.context_limit
     if limit is not None and limit < run.longest:
         yield Problem(
@@ -137,6 +150,11 @@ def too_long(run: Run, positions: int) -> str:
         f"data.max_prompt_length + rollout.sampling.max_completion_length = {longest} exceed the model's {positions}"
         " positions: lower one of them"
     )
+
+
+def _fitting(heads: int, ranks: int) -> int:
+    """The next smaller number of ranks that divides the heads."""
+    return max(n for n in range(1, ranks) if heads % n == 0)
 
 
 def _raised(check: Callable[[], object]) -> Iterator[Problem]:

@@ -1,15 +1,15 @@
 """Bytes on one GPU in each phase of an iteration, and on the hosts.
 
-    rollout     parameters  reference  optimizer  engine, awake      gather buffer
-    log_prob    parameters  reference  optimizer  engine, asleep     working  gathered
-    update      parameters  reference  optimizer  engine, asleep     working  gathered  gradients  activations
+    rollout     parameters  reference  optimizer  engine, at work        gather buffer
+    log_prob    parameters  reference  optimizer  engine, unless asleep  working  gathered
+    update      parameters  reference  optimizer  engine, unless asleep  working  gathered  gradients  activations
 
-Sharded state is exact. Activations are what autograd keeps (`plan.shape`) for a full micro-batch; the other transients are upper
-bounds of what is alive at once:
+Sharded state is exact. Activations are what autograd keeps (`plan.shape`) for a full micro-batch, those of a trained vision tower
+for as many image tokens as that may have (`Run.image_tokens`); the other transients are upper bounds of what is alive at once:
 
     working     the larger of two that are never alive together: the head (a tile of logits in float32, and in bfloat16 for
                 the products; the gradients of its inputs and weight), and the layer at work (as large as what it keeps for
-                backward, twice that when it is recomputed)
+                backward, twice that when it is recomputed; of a tiled MLP one tile)
     gathered    the root's parameters, two layers' parameters; in backward the root's and a unit's gradients, and the float32
                 copy that is reduced
 
@@ -54,29 +54,48 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Rung:
+    """What the trainer and its engine give up for each other; see `plan.ladder`.
+
+    Args:
+        sleep_level: of the engine between rollouts.
+        offload_optimizer: the optimizer's state waits on the host during rollouts.
+        offload_parameters: so do the parameters.
+    """
+
+    sleep_level: int
+    offload_optimizer: bool
+    offload_parameters: bool
+
+    def __str__(self) -> str:
+        away = {"optimizer state": self.offload_optimizer, "parameters": self.offload_parameters}
+        moved = " and ".join(name for name, moves in away.items() if moves)
+        level = f"sleeps (level {self.sleep_level})" if self.sleep_level else "stays awake"
+        return f"{level}, {moved} on the host in rollouts" if moved else level
+
+
+@dataclass(frozen=True)
 class Options:
     """What trades memory for time.
 
     Args:
         optimizer_bytes: state per element of a trained parameter.
-        offload_optimizer: it waits on the host during rollouts.
-        offload_parameters: so do the parameters.
+        rung: what leaves the GPU during rollouts and between them.
         offload_reference: it lives on the host.
         offload_activations: what layers keep for backward waits on the host, but for two of them.
         recomputed: which layers are run again in backward, see `ModelSettings`.
-        sleep_level: of the engine between rollouts.
+        tiled_mlp: tokens of a tile, or None.
         evaluates: there is a pass without gradients before the update.
         keeps_gathered: trained models stay gathered until the optimizer's step.
         prefetch: layers that are gathered ahead.
     """
 
     optimizer_bytes: float
-    offload_optimizer: bool
-    offload_parameters: bool
+    rung: Rung
     offload_reference: bool
     offload_activations: bool
     recomputed: str
-    sleep_level: int
+    tiled_mlp: int | None
     evaluates: bool
     keeps_gathered: bool = False
     prefetch: int = 0
@@ -85,12 +104,12 @@ class Options:
 def phases(run: Run, roles: list[Role], options: Options, engine: EngineMemory) -> list[Phase]:
     """The phases of an iteration in their order."""
     held = resident(run, roles, options)
-    asleep = {"engine": engine.total if options.sleep_level == 0 else 0}
+    asleep = {"engine": engine.idle if options.rung.sleep_level == 0 else 0}
     trained = [role for role in roles if role.trained]
     rollout = held | {"engine": engine.total, "gather buffer": min(BUCKET, engine.weights)}
-    if options.offload_optimizer:
+    if options.rung.offload_optimizer:
         rollout["optimizer"] = 0
-    if options.offload_parameters:
+    if options.rung.offload_parameters:
         rollout["parameters"] = rollout["reference"] = 0
     found = [Phase("rollout", rollout)]
     if options.evaluates:
@@ -125,48 +144,52 @@ def host(run: Run, roles: list[Role], options: Options, engine: EngineMemory) ->
     reference = 2 * sum(role.shape.shard(run.shards) for role in roles if not role.trained)
     passes = [_transients(run, role, options, backward=True) for role in roles if role.trained]
     return {
-        "optimizer": processes * held["optimizer"] * options.offload_optimizer,
-        "parameters": processes * (held["parameters"] + held["reference"]) * options.offload_parameters,
+        "optimizer": processes * held["optimizer"] * options.rung.offload_optimizer,
+        "parameters": processes * (held["parameters"] + held["reference"]) * options.rung.offload_parameters,
         "reference": processes * reference * options.offload_reference,
         "activations": processes * max((parts["moved"] for parts in passes), default=0),
-        "engine weights": processes * engine.weights if options.sleep_level == 1 else 0,
+        "engine weights": processes * engine.weights if options.rung.sleep_level == 1 else 0,
     }
 
 
 def _transients(run: Run, role: Role, options: Options, *, backward: bool) -> dict[str, int]:
     shape, size = role.shape, run.compute_dtype.itemsize
     tokens = run.stream_tokens(run.mini_batches if backward else 1)
-    layer = int(tokens * shape.layer_bytes)
+    in_tile = min(tokens, options.tiled_mlp or tokens)
+    tile_bytes = int(in_tile * shape.mlp_bytes) if in_tile < tokens else 0
+    layer_bytes = shape.layer_bytes - (shape.mlp_bytes if tile_bytes else 0)
+    layer = int(tokens * layer_bytes) + tile_bytes
     rows = -(-tokens * run.response_length // run.longest)
-    tile = min(4 * rows * shape.vocabulary, LogProbHead.tile_bytes)
+    logits = min(4 * rows * shape.vocabulary, LogProbHead.tile_bytes)
     unit = max(shape.units, default=0)
     ahead = 2 + options.prefetch
     if not backward:
         size = size if role.trained else 2
         whole = options.keeps_gathered and role.trained
         return {
-            "working": max(tile, layer),
+            "working": max(logits, layer),
             "gathered": size * (shape.parameters if whole else shape.root + ahead * unit),
         }
     input_bytes = shape.hidden * size
-    plain, again = float(shape.layers), 0.0  # layers that keep everything, and those that are run again
+    plain, again = shape.layers, 0  # layers that keep everything, and those that are run again
     if options.recomputed != "off":
-        again = shape.layers // 2 if options.recomputed == "every_second" else shape.layers
+        again = -(-shape.layers // 2) if options.recomputed == "every_second" else shape.layers
         plain -= again
-    kept_by_one = input_bytes + (shape.attention_bytes if options.recomputed == "selective" else 0)
-    layers = plain * shape.layer_bytes + again * kept_by_one
-    held = 2 * layers / max(1, shape.layers) if options.offload_activations else layers
-    kept = shape.saved_bytes - shape.layers * shape.layer_bytes + held
+    attention = again * shape.attention_bytes if options.recomputed == "selective" else 0  # stays on the device
+    movable = plain * layer_bytes + again * input_bytes
+    held = 2 * movable / max(1, shape.layers) if options.offload_activations else movable
+    kept = shape.saved_bytes - shape.layers * shape.layer_bytes + attention + held
+    seen = run.image_tokens(run.mini_batches) if shape.tower_bytes else 0
     kept_rows = rows * (input_bytes + 20)  # what the head saves: inputs, labels, three floats
     # a tile of logits and, for the products, again in the compute dtype; the gradients of inputs (float32) and weight
-    head = tile + tile * size // 4 + rows * shape.hidden * 4 + size * shape.vocabulary * shape.hidden
+    head = logits + logits * size // 4 + rows * shape.hidden * 4 + size * shape.vocabulary * shape.hidden
     return {
-        "activations": int(tokens * kept) + kept_rows,
-        "working": max(head, layer * (2 if again else 1)),
+        "activations": int(tokens * kept) + kept_rows + int(seen * shape.tower_bytes),
+        "working": max(head, layer + (layer if again else tile_bytes), int(seen * shape.tower_layer_bytes)),
         "gathered": size * (shape.parameters if options.keeps_gathered else shape.root + ahead * unit)
         + size * shape.root
         + (size + 4) * unit,
-        "moved": int(tokens * (layers - held)),
+        "moved": int(tokens * (movable - held)),
     }
 
 

@@ -50,7 +50,7 @@ def plan_offline(
         num_nodes=nodes,
         device_type="cpu" if trainer.get("accelerator") == "cpu" else "cuda",
     )
-    return make_plan(module, rollout, run, configs, device_memory, tuple(notes))
+    return make_plan(module, rollout, run, configs, device_memory * (run.device_type == "cuda"), tuple(notes))
 
 
 def config_of(settings: Any) -> tuple[Any, str | None]:
@@ -61,7 +61,7 @@ def config_of(settings: Any) -> tuple[Any, str | None]:
     """
     model, overrides, trust = settings.model, settings.config_overrides, settings.trust_remote_code
     if not is_hub_id(model):
-        return load_config(local_path(model, trust, weights=False), overrides, trust), None
+        return load_config(local_path(model, trust, weights=False, key=settings.key), overrides, trust), None
     failure = _unreachable(model)
     if failure is None:
         try:
@@ -71,7 +71,7 @@ def config_of(settings: Any) -> tuple[Any, str | None]:
     config = known_config(model)
     if config is None:
         raise FileNotFoundError(
-            f"model.model: the config.json of {model!r} cannot be fetched ({failure}), and it is none of the models"
+            f"{settings.key}: the config.json of {model!r} cannot be fetched ({failure}), and it is none of the models"
             " whose sizes are built in: give a local folder that has one"
         )
     override(config, overrides or {})

@@ -81,6 +81,23 @@ class Run:
         return max(1, self.world_size // self.sequence_ranks)
 
     @property
+    def engine_ranks(self) -> int:
+        """GPUs that share an engine."""
+        return self.engine.tensor_parallel_size
+
+    @property
+    def attention_heads(self) -> tuple[int | None, int | None]:
+        """Query heads and key/value heads; None for a model without attention."""
+        text = self.config.get_text_config()
+        count = getattr(text, "num_attention_heads", None)
+        return count, getattr(text, "num_key_value_heads", None) or count
+
+    @property
+    def cache_split(self) -> int:
+        """GPUs over which an engine splits its KV cache: with more of them than key/value heads, heads are repeated."""
+        return min(self.engine_ranks, self.attention_heads[1] or 1)
+
+    @property
     def replicas(self) -> int:
         """Copies of the sharded parameters."""
         return self.strategy.replicas(self.num_nodes)
@@ -129,6 +146,16 @@ class Run:
             return self.micro_batch_tokens
         sequences = -(-self.responses // (steps * self.data_ranks))
         return min(self.micro_batch_tokens, -(-sequences * self.longest // self.sequence_ranks))
+
+    def image_tokens(self, steps: int) -> int:
+        """At most so many tokens of pictures are in a micro-batch: as if prompts were full length and nothing but pictures.
+
+        Every GPU that shares the stream computes all of them. Responses to one prompt share its pictures if the iteration is
+        one step (its first and last prompt may have others in the streams beside); drawn into several steps, they may be apart.
+        """
+        sequences = -(-self.stream_tokens(steps) * self.sequence_ranks // self.longest)
+        prompts = 1 - (1 - sequences) // self.num_generations if steps == 1 else sequences
+        return prompts * (self.longest - self.response_length)
 
     @property
     def micro_batches(self) -> int | None:

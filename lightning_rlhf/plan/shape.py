@@ -7,8 +7,11 @@ A forward pass on meta tensors runs the model's real code, so the bytes are exac
 a layer of the Llama kind in bfloat16 (hidden h, MLP width f, Hq and Hkv heads of size D), per token:
 
     16 h + 8    two norms: the float32 copy, its normalised bfloat16, the output; a float32 scale
-    8 f         gate, silu(gate), up, and their product
+    8 f         gate, silu(gate), up, and their product: of one tile where the MLP is tiled
     4 Hq D + 4 Hkv D + 4 Hq     attention: q, its output, k, v, and the float32 log-sum-exp
+
+Liger keeps a norm's input and output (8 h + 8), and gate, up and their product (6 f): its own autograd functions are run, but no
+kernel is launched.
 
 (cf. Korthikanti et al. 2022, arXiv:2205.05198, who count 34 h + 5 a s/h for GPT with dropout and stored scores.)
 Recomputed layers keep their input only. FSDP's gathered parameters are freed after use and do not count.
@@ -16,7 +19,9 @@ Recomputed layers keep their input only. FSDP's gathered parameters are freed af
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -26,6 +31,7 @@ from torch import Tensor, nn
 
 from lightning_rlhf.hf_config import check_class
 from lightning_rlhf.images import auto_class, is_vision_language
+from lightning_rlhf.modules.execution import use_liger
 from lightning_rlhf.modules.lora import Adapter
 from lightning_rlhf.modules.settings import LoRA
 from lightning_rlhf.ulysses import head_plan, set_attention
@@ -49,7 +55,10 @@ class Shape:
         kv_elements: of the cache, per token, all layers.
         attention_bytes: what attention returns in one layer, per token.
         layer_bytes: kept for backward, per token: the largest layer.
+        mlp_bytes: of these, what the MLP keeps besides its input: a tiled one keeps it of one tile; 0 without an MLP.
         saved_bytes: kept for backward, per token: all layers and what is around them, without the head.
+        tower_layer_bytes: kept for backward by the largest block of a trained vision tower, per token of an image.
+        tower_bytes: the same by all of the tower; 0 if there is none or it is frozen.
     """
 
     model_class: str
@@ -62,7 +71,10 @@ class Shape:
     kv_elements: int
     attention_bytes: int
     layer_bytes: float
+    mlp_bytes: float
     saved_bytes: float
+    tower_layer_bytes: float = 0.0
+    tower_bytes: float = 0.0
 
     @property
     def parameters(self) -> int:
@@ -96,6 +108,7 @@ def shape_of(
     trust_remote_code: bool = False,
     lora: LoRA | None = None,
     freeze_vision: bool = True,
+    liger: bool = False,
 ) -> Shape:
     """The shape of a causal language model that computes in ``dtype``.
 
@@ -103,8 +116,8 @@ def shape_of(
         config: of transformers.
         sequence_ranks: GPUs that share a stream; the saved bytes are per token of one GPU's piece.
         head: False for a critic's backbone, a value head included.
-        freeze_vision: the tower of a vision-language model has no gradients. What it keeps for them otherwise depends on the
-            pictures and is left out.
+        freeze_vision: the tower of a vision-language model has no gradients.
+        liger: with Liger's modules in place of the model's own.
 
     Raises:
         NotImplementedError: the model is of another vision-language family or cannot attend over packed streams.
@@ -130,8 +143,11 @@ def shape_of(
         units += [output, embedding]
     text = config.get_text_config()
     heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    layer_bytes, saved_bytes = _saved_bytes(decoder, layers)
+    with _liger_modules(model) if liger else nullcontext():
+        layer_bytes, mlp_bytes, saved_bytes = _decoder_bytes(decoder, layers)
+    tower_bytes = (0.0, 0.0) if tower is None or freeze_vision else _tower_bytes(tower)
     return Shape(
         model_class=type(model).__name__,
         sizes=(*(p.shape for p in backbone.parameters()), *value_head),
@@ -140,11 +156,23 @@ def shape_of(
         layers=len(layers),
         hidden=text.hidden_size,
         vocabulary=text.vocab_size if head else 0,
-        kv_elements=2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or heads) * head_dim,
-        attention_bytes=heads * head_dim * dtype.itemsize + heads * 4,
+        kv_elements=2 * text.num_hidden_layers * kv_heads * head_dim,
+        attention_bytes=_attention_bytes(heads, kv_heads, head_dim, dtype.itemsize, sequence_ranks),
         layer_bytes=layer_bytes,
+        mlp_bytes=mlp_bytes,
         saved_bytes=saved_bytes,
+        tower_layer_bytes=tower_bytes[0],
+        tower_bytes=tower_bytes[1],
     )
+
+
+def _attention_bytes(heads: int, kv_heads: int, head_dim: int, size: int, ranks: int) -> int:
+    """Output and float32 log-sum-exp; of several ranks also what the all-to-alls return: q, k, v, and the output once more."""
+    if ranks == 1:
+        return heads * (head_dim * size + 4)
+    repeat, pad = head_plan(heads, kv_heads, ranks)
+    exchanged = 2 * (heads + pad) + 2 * (kv_heads * repeat + pad) + heads
+    return exchanged * head_dim * size + (heads + pad) * 4
 
 
 def _count(module: nn.Module) -> int:
@@ -176,26 +204,73 @@ class SavedBytes:
         return tensor
 
 
-def _saved_bytes(decoder: nn.Module, layers: list[nn.Module]) -> tuple[float, float]:
-    """(largest layer, everything in the decoder), per token of one GPU's piece of a stream."""
-    saved, at = SavedBytes(decoder), [0]
+def _saved_bytes(model: nn.Module, layers: list[nn.Module], **inputs: Any) -> tuple[int, int, int]:
+    """(largest layer, largest MLP in a layer besides its input, everything), in bytes, of one forward pass."""
+    saved, at, mlps = SavedBytes(model), [0], [0]
     hooks = [layer.register_forward_hook(lambda *_: at.append(saved.total)) for layer in layers]
-    ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
-    bounds = torch.zeros(2, dtype=torch.int32, device="meta")
+
+    def enter(mlp: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mlps.append(-saved.total - [*args, *kwargs.values()][0].nbytes)
+
+    def leave(*_: Any) -> None:
+        mlps[-1] += saved.total
+
+    for mlp in (mlp for layer in layers if isinstance(mlp := getattr(layer, "mlp", None), nn.Module)):
+        hooks += [mlp.register_forward_pre_hook(enter, with_kwargs=True), mlp.register_forward_hook(leave)]
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
-        decoder(
-            input_ids=ids,
-            position_ids=ids,
-            use_cache=False,
-            cu_seq_lens_q=bounds,
-            cu_seq_lens_k=bounds,
-            max_length_q=_TOKENS,
-            max_length_k=_TOKENS,
-        )
+        model(**inputs)
     for hook in hooks:
         hook.remove()
-    largest = max((b - a for a, b in pairwise(at[1:])), default=at[-1])
-    return largest / _TOKENS, saved.total / _TOKENS
+    return max((b - a for a, b in pairwise(at[1:])), default=at[-1]), max(mlps), saved.total
+
+
+def _decoder_bytes(decoder: nn.Module, layers: list[nn.Module]) -> tuple[float, ...]:
+    """See `_saved_bytes`: per token of one GPU's piece of a stream."""
+    ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
+    bounds = torch.zeros(2, dtype=torch.int32, device="meta")
+    found = _saved_bytes(
+        decoder,
+        layers,
+        input_ids=ids,
+        position_ids=ids,
+        use_cache=False,
+        cu_seq_lens_q=bounds,
+        cu_seq_lens_k=bounds,
+        max_length_q=_TOKENS,
+        max_length_k=_TOKENS,
+    )
+    return tuple(size / _TOKENS for size in found)
+
+
+def _tower_bytes(tower: Any) -> tuple[float, float]:
+    """(largest block, everything) of one picture, per token that the language model sees of it."""
+    set_attention(tower, "plan_tower", _attention(1))
+    config, side = tower.config, 16 * tower.spatial_merge_size
+    width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    patches, grid = torch.zeros(side * side, width, device="meta"), torch.tensor([[1, side, side]])
+    # sizes of pictures are read on the host, what is computed from them is not
+    tower.rotary_pos_emb.register_forward_pre_hook(lambda _, args: tuple(arg.to("meta") for arg in args))
+    block, _, everything = _saved_bytes(tower, list(tower.blocks), hidden_states=patches, grid_thw=grid)
+    return block / 16**2, everything / 16**2
+
+
+@contextmanager
+def _liger_modules(model: nn.Module) -> Iterator[None]:
+    """Liger in ``model``, its Triton kernels without effect; the architecture's module is as before afterwards."""
+    from triton.runtime.jit import KernelInterface
+
+    source, launch = vars(sys.modules[type(model).__module__]), KernelInterface.__getitem__
+    stock = dict(source)
+    KernelInterface.__getitem__ = lambda self, grid: lambda *args, **kwargs: None
+    try:
+        use_liger(model)
+        for name, module in model.named_modules():
+            if name.endswith("experts"):  # Liger's read the routing on the host: the model's own stand in
+                vars(module).pop("forward", None)
+        yield
+    finally:
+        KernelInterface.__getitem__ = launch
+        source.update(stock)
 
 
 class _FlashLike(torch.autograd.Function):

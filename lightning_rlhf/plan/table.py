@@ -68,7 +68,9 @@ def _lines(plan: Plan) -> dict[str, str]:
         "iteration": f"{run.prompts or '?'} prompts x {run.num_generations} = {run.responses or '?'} responses; {steps}",
         "tokens": f"{run.prompt_length or '?'} + {run.response_length} = up to"
         f" {run.longest if run.prompt_length else run.positions:,} per sequence; {micro}",
-        "engine": f"{plan.engine_name}, context {run.context:,}, sleep level {plan.sleep_level}",
+        "engine": f"{run.world_size // run.engine_ranks} x {plan.engine_name}"
+        + (f" on {run.engine_ranks} GPUs" if run.engine_ranks > 1 else "")
+        + f", context {run.context:,}, {plan.choice.reason}",
     }
 
 
@@ -76,7 +78,6 @@ def _details(plan: Plan) -> dict[str, str]:
     run = plan.run
     rates = ", ".join(f"{name} {rate:g}" for name, rate in run.learning_rates.items())
     policy = plan.roles[0].shape
-    token = run.compute_dtype.itemsize * policy.kv_elements
     details = {
         "parameters": "; ".join(f"{role.name} {role.shape.parameters:,}" for role in plan.roles)
         + (f"; {plan.matmul_parameters:,} of the policy's in matrix products" if plan.matmul_parameters else ""),
@@ -84,8 +85,11 @@ def _details(plan: Plan) -> dict[str, str]:
         "per data rank": f"{(run.prompts or 0) // run.data_ranks} prompts, {(run.responses or 0) // run.data_ranks} responses",
         "micro-batch": f"at most {run.stream_tokens(run.mini_batches):,} tokens on each GPU",
         "activations": f"{policy.saved_bytes:,.0f} bytes per token, {policy.layer_bytes:,.0f} per layer",
-        "KV cache": f"{token:,} bytes per token, {plan.engine.kv_cache // token:,} tokens",
+        "KV cache": f"{plan.kv_token:,} bytes per token, {plan.engine.kv_cache // plan.kv_token:,} tokens",
     }
+    if policy.tower_bytes:
+        seen = run.image_tokens(run.mini_batches)
+        details["vision tower"] = f"{policy.tower_bytes:,.0f} bytes per image token, at most {seen:,} in a micro-batch"
     parked = {name: size for name, size in plan.host.items() if size}
     if parked:
         details["GiB per host"] = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parked.items())
@@ -107,7 +111,7 @@ def _grid() -> Table:
 
 def _memory(plan: Plan) -> tuple[str, int]:
     """What the columns are, and their unit."""
-    name, unit = ("GiB", GIB) if plan.peak.total > GIB else ("MiB", 2**20)
+    name, unit = ("GiB", GIB) if plan.choice.peak.total > GIB else ("MiB", 2**20)
     return f"{name} per {'GPU' if _on_gpu(plan) else 'process'}", unit
 
 

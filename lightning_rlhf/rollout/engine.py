@@ -5,7 +5,7 @@ One generation phase, in this order (the engine's memory is free between phases)
     wake({"weights"}) → load_weights → wake({"kv_cache"}) → generate → sleep
 
 Token ids in, token ids out: nothing is tokenised twice. Every rank calls every method in the same order; ranks that share one
-engine (tensor parallel) give it the same prompts.
+engine (``tensor_parallel_size`` consecutive ones) give it the same prompts, see `sharing`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class EngineSetup:
         eos_token_ids: every id that ends a response.
         pad_token_id: filler for engines that pad.
         max_model_len: longest prompt plus longest response, in tokens.
-        max_num_seqs: responses of one generation phase on this rank: the most that are ever in flight.
+        max_num_seqs: responses of one generation phase in this engine: the most that are ever in flight.
         seed: of the run.
         trust_remote_code: as the user asked.
         config_overrides: changes of the model's transformers config.
+        kv_cache_memory_bytes: size of the KV cache by the plan; None where that is the engine's to know.
     """
 
     model: str
@@ -51,27 +52,46 @@ class EngineSetup:
     seed: int = 0
     trust_remote_code: bool = False
     config_overrides: dict[str, Any] | None = None
+    kv_cache_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes on one GPU while the engine is awake."""
+    """Bytes on one GPU while the engine is awake.
+
+    Args:
+        weights: of the model.
+        kv_cache: its size, or where ``least`` is given the size that is wanted.
+        working: of a step of the engine; none between rollouts.
+        least: smallest KV cache that it starts with, where the plan may choose the size; None: it may not.
+        reserved: the KV cache is held from the start, not only while it is used.
+    """
 
     weights: int
     kv_cache: int
+    working: int = 0
+    least: int | None = None
+    reserved: bool = True
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_cache
+        """While it generates."""
+        return self.weights + self.kv_cache + self.working
+
+    @property
+    def idle(self) -> int:
+        """Between rollouts, if it stays awake."""
+        return self.weights + (self.kv_cache if self.reserved else 0)
 
 
 class RolloutEngine(ABC):
     """Generates responses with a copy of the policy's weights.
 
-    ``weight_version`` is the version of the weights that the engine holds, or -1 when it holds none that may be used:
-    `generate` must then raise instead of producing noise.
+    ``tensor_parallel_size`` is the number of ranks that share one. ``weight_version`` is the version of the weights that the
+    engine holds, or -1 when it holds none that may be used: `generate` must then raise instead of producing noise.
     """
 
+    tensor_parallel_size: int = 1
     weight_version: int = -1
 
     @abstractmethod
@@ -125,16 +145,19 @@ class RolloutEngine(ABC):
         """What it will hold, before it is set up.
 
         Args:
-            weights: bytes of the model in the compute dtype.
-            kv_token: bytes of the cache per token.
+            weights: bytes of the model in the compute dtype, this GPU's share.
+            kv_token: bytes of the cache per token, likewise.
             context: longest sequence, in tokens.
-            sequences: most that are in flight on this rank.
-            device: bytes of the GPU's memory.
+            sequences: most that are in flight in the engine.
+            device: bytes of the GPU's memory, 0 if that is not known.
         """
         return EngineMemory(weights, sequences * context * kv_token)
 
     def checksum(self) -> int | None:
-        """`weights.checksum` over the weights held, or None if they cannot be read (packed by the kernel library)."""
+        """`weights.checksum` of the model that is held, or None if it cannot be read (packed by the kernel library).
+
+        A collective of the ranks that share the engine: all of them get the whole model's.
+        """
         return None
 
     def close(self) -> None:  # noqa: B027 (an engine may have nothing to free)

@@ -18,7 +18,7 @@ import inspect
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -67,7 +67,9 @@ class TransformersEngine(RolloutEngine):
         self._full_attention = all(type(layer) is DynamicLayer for layer in layers)
 
     def plan_memory(self, weights: int, kv_token: int, context: int, sequences: int, device: int) -> EngineMemory:
-        return super().plan_memory(weights, kv_token, context, min(sequences, self.batch_size), device)
+        """A batch's cache, which grows with its responses and is gone after it."""
+        batch = min(sequences, self.batch_size)
+        return replace(super().plan_memory(weights, kv_token, context, batch, device), reserved=False)
 
     # ── memory and weights ───────────────────────────────────────────────────────────────────────────────────────────
 

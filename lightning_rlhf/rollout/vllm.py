@@ -1,4 +1,4 @@
-"""vLLM in the trainer's process: colocated, one replica per rank, weights handed over by reference.
+"""vLLM in the trainer's process: colocated, weights handed over by reference, a replica for every rank or every few ranks.
 
     setup      LLM(load_format="dummy") on the empty device; the trainer's process state is put back afterwards
     wake       weights, then the KV cache: the other order restores buffers into unmapped memory
@@ -8,8 +8,9 @@
     generate   one request per response with its own seed; token ids in, token ids out
 
 Each rank's engine is started with ``external_launcher``: it takes rank and device from RANK and LOCAL_RANK, which not
-every launcher of the trainer sets. Sleep mode exists on CUDA only; elsewhere sleeping keeps the memory, but not the
-permission to generate. Everything that differs between versions of vLLM is in `vllm_process`.
+every launcher of the trainer sets. With tensor parallelism consecutive ranks form one engine: each has a scheduler of its
+own, and as these see the same requests they decide the same. Sleep mode exists on CUDA only; elsewhere sleeping keeps the
+memory, but not the permission to generate. Everything that differs between versions of vLLM is in `vllm_process`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import gc
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_rlhf.hf_config import load_config
 from lightning_rlhf.images import collapsed, is_vision_language
@@ -31,28 +33,45 @@ from lightning_rlhf.rollout.vllm_process import (
     check_version,
     claim_process,
     fork_rng,
+    gather_ranks,
+    held_by_rank,
     is_moe,
+    keep_off_shared_memory,
     paused_gc,
     reset_encoder_cache,
     shut_down,
     unchanged_process_state,
     version_installed,
 )
-from lightning_rlhf.rollout.weights import checksum
+from lightning_rlhf.rollout.weights import checksums, whole_checksum
 from lightning_rlhf.types import Completion, PromptImages, Sampling
 
 log = logging.getLogger(__name__)
 
 MOST_SEQUENCES = 1024
 """In flight at once unless ``engine_args`` says otherwise; the sampler's buffers grow with sequences x vocabulary."""
+UTILIZATION = 0.4
+"""``gpu_memory_utilization`` where neither the user nor the plan says how large the KV cache is."""
+CACHE_SHARE = 0.3
+"""Of the GPU, at most, for a KV cache whose size is the plan's. Few responses reach their full length, and a cache that is full
+delays some, but ends no run."""
+WORKING = 3 << 30
+"""Bytes of a step besides weights and cache: captured graphs, activations of a prefill, float32 logits and their copies in the
+sampler (each 0.6 GiB for `MOST_SEQUENCES` rows of 152 k). An assumption."""
+BLOCK = 16
+"""Tokens of a block of the KV cache, by vLLM's default."""
+CPU_CACHE = 1 << 30
+"""Bytes of the KV cache on the CPU."""
 
 
 class VLLMEngine(RolloutEngine):
     """Generates with a colocated vLLM.
 
     Args:
-        gpu_memory_utilization: share of the device's memory that vLLM may fill with weights, activations and KV cache.
-        tensor_parallel_size: ranks that share one engine; must be 1.
+        gpu_memory_utilization: share of the device's memory that vLLM may fill with weights, activations and KV cache. Default:
+            the plan gives it a KV cache for all responses of a rollout at full length, but at most 30 % of the device and
+            what is free; where there is no plan it is 0.4.
+        tensor_parallel_size: consecutive ranks of a node that share one engine, for models too large for one GPU.
         kv_cache_memory_bytes: size of the KV cache; replaces ``gpu_memory_utilization``. Default on the CPU: 1 GiB.
         enforce_eager: no graph capture and no compilation (always so on the CPU).
         dtype: of weights and compute; "auto" is the trainer's.
@@ -66,7 +85,7 @@ class VLLMEngine(RolloutEngine):
 
     def __init__(
         self,
-        gpu_memory_utilization: float = 0.4,
+        gpu_memory_utilization: float | None = None,
         tensor_parallel_size: int = 1,
         kv_cache_memory_bytes: int | None = None,
         enforce_eager: bool = False,
@@ -76,12 +95,12 @@ class VLLMEngine(RolloutEngine):
         sync: Literal["auto", "plain", "layerwise"] = "auto",
         engine_args: dict[str, Any] | None = None,
     ) -> None:
-        if tensor_parallel_size != 1:
-            raise ValueError(f"rollout.engine.tensor_parallel_size must be 1, got {tensor_parallel_size}")
-        if not 0.0 < gpu_memory_utilization <= 1.0:
+        if tensor_parallel_size < 1:
+            raise ValueError(f"rollout.engine.tensor_parallel_size must be at least 1, got {tensor_parallel_size}")
+        if gpu_memory_utilization is not None and not 0.0 < gpu_memory_utilization <= 1.0:
             raise ValueError(f"rollout.engine.gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}")
         self.gpu_memory_utilization = gpu_memory_utilization
-        self.tensor_parallel_size = tensor_parallel_size
+        self.tensor_parallel_size = (engine_args or {}).get("tensor_parallel_size", tensor_parallel_size)
         self.kv_cache_memory_bytes = kv_cache_memory_bytes
         self.enforce_eager = enforce_eager
         self.dtype = dtype
@@ -97,6 +116,7 @@ class VLLMEngine(RolloutEngine):
 
         Raises:
             ImportError: vLLM is missing or its version is not supported.
+            ValueError: plain sync on the CPU, or processes that do not divide into engines.
         """
         if self.llm is not None:
             return
@@ -104,6 +124,11 @@ class VLLMEngine(RolloutEngine):
         if self.sync == "plain" and context.device.type == "cpu":
             raise ValueError(
                 "rollout.engine.sync must be layerwise on the CPU, got plain: its kernels pack the weights"
+            )
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if ranks % self.tensor_parallel_size:
+            raise ValueError(
+                f"rollout.engine.tensor_parallel_size={self.tensor_parallel_size} must divide the {ranks} processes"
             )
         self.context = context
         self._owns_process_group = not dist.is_initialized()  # vLLM then makes one of its own
@@ -117,6 +142,8 @@ class VLLMEngine(RolloutEngine):
             from vllm import LLM
 
             claim_process(owns_default_group=self._owns_process_group)
+            if context.device.type == "cpu":
+                keep_off_shared_memory()
 
             self.llm = LLM(**self._llm_arguments(context))
         self._asleep = set()
@@ -124,8 +151,9 @@ class VLLMEngine(RolloutEngine):
         self._config = self._worker.vllm_config
         self._sync_mode = self._choose_sync() if self.sync == "auto" else self.sync
         log.info(
-            "vLLM %s: %s weight sync, async scheduling %s, at most %d sequences",
+            "vLLM %s on %d ranks: %s weight sync, async scheduling %s, at most %d sequences",
             version_installed(),
+            self.tensor_parallel_size,
             self._sync_mode,
             "on" if getattr(self._config.scheduler_config, "async_scheduling", False) else "off",
             self._config.scheduler_config.max_num_seqs,
@@ -142,8 +170,10 @@ class VLLMEngine(RolloutEngine):
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "tensor_parallel_size": self.tensor_parallel_size,
-            "gpu_memory_utilization": self.gpu_memory_utilization,
-            "kv_cache_memory_bytes": self.kv_cache_memory_bytes or ((1 << 30) if on_cpu else None),
+            "gpu_memory_utilization": self.gpu_memory_utilization or UTILIZATION,
+            "kv_cache_memory_bytes": self.kv_cache_memory_bytes
+            or context.kv_cache_memory_bytes
+            or (CPU_CACHE if on_cpu else None),
             "enforce_eager": eager,
             "load_format": self.load_format or ("auto" if _takes_images(context) else "dummy"),
             "seed": context.seed % (1 << 32),
@@ -172,9 +202,23 @@ class VLLMEngine(RolloutEngine):
         return self.engine_args.get("max_model_len")
 
     def plan_memory(self, weights: int, kv_token: int, context: int, sequences: int, device: int) -> EngineMemory:
-        """The share of the GPU that vLLM fills, whatever the lengths."""
-        share = int(self.engine_args.get("gpu_memory_utilization", self.gpu_memory_utilization) * device)
-        return EngineMemory(weights, self.kv_cache_memory_bytes or max(0, share - weights))
+        """What the user fixed, its KV cache or its share of the GPU; else a KV cache for the work."""
+        if not device:
+            return EngineMemory(weights, self.kv_cache_memory_bytes or CPU_CACHE)
+        fixed = {
+            "kv_cache_memory_bytes": self.kv_cache_memory_bytes,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+        } | self.engine_args
+        if fixed["kv_cache_memory_bytes"]:
+            return EngineMemory(weights, fixed["kv_cache_memory_bytes"], WORKING)
+        if fixed["gpu_memory_utilization"]:
+            return EngineMemory(weights, max(0, int(fixed["gpu_memory_utilization"] * device) - weights))
+        block = fixed.get("block_size") or BLOCK
+        sequence = -(-max(context, self.context_limit or 0) // block) * block * kv_token
+        in_flight = min(sequences, fixed.get("max_num_seqs", MOST_SEQUENCES))
+        least = 2 * sequence  # the longest, and room for what vLLM rounds up or keeps for itself
+        wanted = min((in_flight + 1) * sequence, int(CACHE_SHARE * device))
+        return EngineMemory(weights, max(least, wanted), WORKING, least)
 
     # ── memory and weights ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -223,7 +267,7 @@ class VLLMEngine(RolloutEngine):
             if self._config.model_config.is_multimodal_model:
                 reset_encoder_cache(self.llm)
         except BaseException:
-            self.close()
+            self._fail()
             raise
         self.weight_version = version
 
@@ -231,8 +275,15 @@ class VLLMEngine(RolloutEngine):
         from vllm.config import set_current_vllm_config
 
         model = self._model()
+        self._sizes: dict[str, int] = {}
+
+        def noted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                self._sizes[name] = tensor.numel()
+                yield name, tensor
+
         with set_current_vllm_config(self._config):
-            loaded = model.load_weights(iter(weights))
+            loaded = model.load_weights(noted())
         missing = set() if loaded is None else {name for name, _ in model.named_parameters()} - loaded
         if missing:
             raise ValueError(
@@ -242,9 +293,14 @@ class VLLMEngine(RolloutEngine):
     def checksum(self) -> int | None:
         if self.weight_version < 0 or "weights" in self._asleep or self._sync_mode != "plain":
             return None
-        parameters = list(self._model().named_parameters())
-        exact = all(p.dtype in (torch.bfloat16, torch.float32) for _, p in parameters)
-        return checksum(parameters) if exact else None
+        held = list(held_by_rank(self._model()))
+        if not all(tensor.dtype in (torch.bfloat16, torch.float32) for _, tensor, _ in held):
+            return None
+        copies = {}
+        for name, tensor, number in held:  # a fused tensor is not among those that were sent: all copies, or none
+            whole = tensor.numel() == self._sizes.get(name, tensor.numel())
+            copies[name] = number or (self.tensor_parallel_size if whole else 1)
+        return whole_checksum(gather_ranks(checksums((name, tensor) for name, tensor, _ in held)), copies)
 
     def _model(self) -> Any:
         return self._worker.model_runner.get_model()
@@ -257,6 +313,15 @@ class VLLMEngine(RolloutEngine):
         shut_down(llm, owns_default_group=self._owns_process_group)
         del llm
         gc.collect()
+
+    def _fail(self) -> None:
+        """Close after an error, but leave groups with other ranks alone: these may be stuck in a collective of the engine.
+
+        The launcher ends them once this process is gone.
+        """
+        if self.tensor_parallel_size > 1:
+            self._failed, self.llm, self.weight_version = self.llm, None, -1  # referenced: no finalizer may run
+        self.close()
 
     def _require_running(self) -> None:
         if self.llm is None:
@@ -278,7 +343,8 @@ class VLLMEngine(RolloutEngine):
         Raises:
             RuntimeError: no usable weights, or asleep, or vLLM made other tokens of a picture.
             ValueError: a prompt that leaves no room for a response.
-            Any error of vLLM itself, after which the engine is closed.
+            Any error of vLLM itself, after which the engine is closed. With tensor parallelism the other ranks wait for this
+            one until its process ends.
         """
         self._require_running()
         if self._asleep or self.weight_version < 0:
@@ -296,7 +362,7 @@ class VLLMEngine(RolloutEngine):
             with fork_rng(self.context.device), paused_gc():
                 outputs = self.llm.generate(requests, parameters, use_tqdm=False)
         except BaseException:
-            self.close()  # requests are left in the scheduler, and perhaps a broken worker
+            self._fail()  # requests are left in the scheduler, and perhaps a broken worker
             raise
         if len(outputs) != len(requests):
             raise RuntimeError(f"vLLM must answer every request, got {len(outputs)} answers to {len(requests)}")

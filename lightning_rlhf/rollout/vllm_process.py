@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import torch
 from packaging.version import Version
+from torch import Tensor
 
 
 @contextmanager
@@ -102,6 +103,51 @@ def is_moe(model_config: Any) -> bool:
         return bool(model_config.is_moe)
     text = model_config.hf_text_config
     return any(getattr(text, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def keep_off_shared_memory() -> None:
+    """Let the ranks of an engine on the CPU talk through gloo.
+
+    The shared memory that vLLM would take has the same name in every job started like this one, and outlives a crash: the next
+    job could not start.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+
+
+def held_by_rank(model: Any) -> Iterator[tuple[str, Tensor, int | None]]:
+    """(name, tensor, how many ranks in a row hold the same if that can be told) of this rank's part of a model.
+
+    With more ranks than key/value heads each of these is on several ranks, behind the query heads in a fused matrix.
+    """
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+
+    repeated = {
+        id(parameter): layer
+        for layer in model.modules()
+        if isinstance(layer, QKVParallelLinear) and layer.num_kv_head_replicas > 1
+        for parameter in layer.parameters(recurse=False)
+    }
+    for name, parameter in model.named_parameters():
+        layer = repeated.get(id(parameter))
+        if layer is None:
+            yield name, parameter, None
+        else:
+            queries = layer.num_heads * layer.head_size
+            yield f"{name} (queries)", parameter.data[:queries], 1
+            yield f"{name} (keys, values)", parameter.data[queries:], layer.num_kv_head_replicas
+
+
+def gather_ranks(value: Any) -> list[Any]:
+    """One picklable object per rank of the engine, in their order."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    out: list[Any] = [value] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(out, value, group=group.cpu_group)
+    return out
 
 
 def claim_process(owns_default_group: bool) -> None:

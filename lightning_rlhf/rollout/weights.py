@@ -13,13 +13,14 @@ consumers keep tensors until a layer is complete. The all-gathers of a bucket ar
     checksum = Σ_b c_b · h(b)  mod 2^63
 
 It depends on the multiset of values alone: fusing q, k and v into one matrix, reordering parameters or padding the
-vocabulary with zero rows leaves it as it is; a stale, scaled or missing tensor does not.
+vocabulary with zero rows leaves it as it is; a stale, scaled or missing tensor does not. Where ranks share a model, it is the
+sum over the pieces, each piece counted once (`whole_checksum`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -63,6 +64,32 @@ def checksum(named: NamedTensors) -> int:
     for _ in sums:
         pass
     return sums.checksum
+
+
+def checksums(named: NamedTensors) -> dict[str, int]:
+    """`checksum` of each tensor by itself; of one that came under an earlier name 0."""
+    sums = with_checksum(named)
+    out, before = {}, 0
+    for name, _ in sums:
+        out[name] = (sums.checksum - before) & _MASK
+        before = sums.checksum
+    return out
+
+
+def whole_checksum(ranks: Sequence[dict[str, int]], copies: Mapping[str, int]) -> int:
+    """`checksum` of a model that ranks share: parts of it are split, others are on several ranks and count once.
+
+    Args:
+        ranks: `checksums` of each rank's tensors, under the same names.
+        copies: ranks in a row that should hold the same, by name: 1 where a tensor is split, all where each rank has the whole.
+            Of ranks that do not hold the same every one counts: the result is that of no model, or the tensor is split after all.
+    """
+    total = 0
+    for name, number in copies.items():
+        for i in range(0, len(ranks), number):
+            sums = [rank[name] for rank in ranks[i : i + number]]
+            total += sums[0] if len(set(sums)) == 1 else sum(sums)
+    return total & _MASK
 
 
 class with_checksum:

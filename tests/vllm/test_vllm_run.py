@@ -15,9 +15,10 @@ ENGINE = [
 ]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_log_probs_of_engine_and_trainer_agree_in_every_iteration(devices, tmp_path):
-    rows = run(tmp_path, "tiny_ppo.yaml", *QUIET, *ENGINE, f"--trainer.devices={devices}")
+@pytest.mark.parametrize(("devices", "tp"), [(1, 1), (2, 1), (2, 2)])
+def test_log_probs_of_engine_and_trainer_agree_in_every_iteration(devices, tp, tmp_path):
+    split = [f"--trainer.devices={devices}", f"--rollout.engine.tensor_parallel_size={tp}"]
+    rows = run(tmp_path, "tiny_ppo.yaml", *QUIET, *ENGINE, *split)
     trained = [row for row in rows if "reward/mean" in row]
     assert len(trained) == 4
     assert trained[0]["actor/grad_norm"] > 0

@@ -1,0 +1,138 @@
+"""`ModelRoles`: the models of a run, from their settings to what is trained of them.
+
+    roles ─▶ check_models (no weights) ─▶ configure_model: build, shard, load ─▶ parameter_groups
+
+What is done with them is in `modules.base`.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+
+from lightning_rlhf.images import ImageEncoder
+from lightning_rlhf.modules.policy import Policy, build_policy, check_model
+from lightning_rlhf.modules.settings import ModelSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from lightning_rlhf.strategy import FSDPUlyssesStrategy
+
+
+class ModelRoles(pl.LightningModule):
+    """An actor and, where `needs_reference`, a frozen reference; a subclass with more models adds to the methods here.
+
+    Args:
+        settings: of the actor.
+        lr: its learning rate.
+
+    Attributes:
+        iteration: how many the weights have been through; those of a checkpoint once it is loaded.
+        weight_version: grows whenever the actor's weights change; an engine with another one is stale.
+    """
+
+    def __init__(self, settings: ModelSettings, lr: float) -> None:
+        super().__init__()
+        self.settings, self.lr = settings, lr
+        self.actor: Policy = None  # type: ignore[assignment]
+        self.reference: Policy | None = None
+        self.iteration = 0
+        self.weight_version = 0
+
+    @property
+    def needs_reference(self) -> bool:
+        return False
+
+    def check_models(self) -> int:
+        """Refuse models that cannot be trained here before any weights are loaded; returns the longest sequence they take."""
+        roles = {(settings, name == "critic") for name, settings in self.roles.items()}
+        return min(check_model(settings, self.strategy, critic=critic) for settings, critic in roles)
+
+    @property
+    def roles(self) -> dict[str, ModelSettings]:
+        """The models of a run, in the order they are built; the reference is the one that is not trained."""
+        own = {"actor": self.settings}
+        if self.needs_reference and self.settings.lora is None:  # with LoRA it is the actor without its adapter
+            own["reference"] = self.settings
+        return own
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """Of the trained roles."""
+        return {"actor": self.lr}
+
+    def configure_model(self) -> None:
+        if self.actor is not None:
+            return
+        self.actor = build_policy(self.settings, self.strategy, seed=self.seed)
+        if "reference" in self.roles:
+            self.reference = build_policy(self.settings, self.strategy, frozen=True)
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """One group per role: clipped, checked and logged on its own."""
+        trained = [p for p in self.actor.parameters() if p.requires_grad]
+        return [{"params": trained, "lr": self.lr, "role": "actor"}]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.iteration = checkpoint["global_step"]
+        self.weight_version += 1  # whatever an engine holds is of before
+
+    # -- around them -----------------------------------------------------------------------------------
+
+    @property
+    def model_path(self) -> str:
+        """Local folder of the policy's model."""
+        return self.settings.path
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Of the policy."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.model_path, trust_remote_code=self.settings.trust_remote_code)
+
+    @cached_property
+    def vision(self) -> ImageEncoder | None:
+        """Reads pictures for a vision-language policy; None if the policy takes text only."""
+        return ImageEncoder.load(self.model_path, self.settings.trust_remote_code)
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends a response: the generation config's and the tokenizer's."""
+        from transformers import GenerationConfig
+
+        try:
+            listed = GenerationConfig.from_pretrained(self.model_path).eos_token_id
+        except OSError:  # the folder has none
+            listed = None
+        ids = listed if isinstance(listed, list) else [listed]
+        return tuple(sorted({i for i in (*ids, self.tokenizer.eos_token_id) if i is not None}))
+
+    @property
+    def pad_token_id(self) -> int:
+        """Filler; it may equal an EOS, since masks come from lengths."""
+        pad = self.tokenizer.pad_token_id
+        return int(pad if pad is not None else (self.eos_token_ids or (0,))[0])
+
+    @property
+    def strategy(self) -> FSDPUlyssesStrategy:
+        """Of the trainer.
+
+        Raises:
+            TypeError: it is another one.
+        """
+        strategy = self.trainer.strategy
+        if not hasattr(strategy, "data_mesh"):
+            raise TypeError(
+                f"{type(self).__name__} needs trainer.strategy: fsdp_ulysses, got {type(strategy).__name__}"
+            )
+        return strategy  # type: ignore[return-value]
+
+    @property
+    def seed(self) -> int:
+        """Of the run: Lightning's ``seed_everything``."""
+        return int(os.environ.get("PL_GLOBAL_SEED", 0))
