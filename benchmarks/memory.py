@@ -1,6 +1,6 @@
 """Predicted against measured peak memory of one configuration, phase by phase, on this machine's GPUs.
 
-python benchmarks/memory.py --config benchmarks/grpo_fixed_lengths.yaml [--any.option=...]
+python benchmarks/memory.py --config benchmarks/grpo_step.yaml [--any.option=...]
 
 Runs three iterations and prints, per phase, GiB that the plan predicts beside what the first rank saw: the peak of torch's
 allocator while the engine sleeps, the device's memory in use during the rollout (an engine's pool is not torch's).

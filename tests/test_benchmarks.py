@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from contextlib import redirect_stdout
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from io import StringIO
+from math import inf, log, nan
 from pathlib import Path
+from statistics import mean, median, stdev
 from typing import Any
 
 import pytest
 import torch
 from toys import spawn
 
+from benchmarks.lengths import Lengths
 from lightning_rlhf.modules import head
 from lightning_rlhf.modules.execution import HostActivations
 
@@ -117,3 +122,176 @@ def test_gradients_of_several_ranks_are_those_of_a_plain_model(ranks, gradients)
     assert splits == ({"2 x 1", "1 x 2"} if ranks == 2 else {"2 x 2", "1 x 4", "4 x 1"})
     assert len(found) == (len(gradients.rows(2, False)) if ranks == 2 else 5)
     assert all(float(error) < 1e-5 for cells in found.values() for error in cells[2:])
+
+
+# -- a whole step beside TRL -------------------------------------------------------------------------
+
+SMALL = ["--device=cpu", "--shape=tiny", "--prompts=2", "--generations=2", "--prompt_tokens=8", "--lengths"]
+NEEDS_TRL = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl==1.16")
+
+
+def benchmark(name: str, monkeypatch) -> Any:
+    """benchmarks/``name``.py, as it is run."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return import_module(name)
+
+
+@pytest.fixture
+def step(monkeypatch) -> Any:
+    return benchmark("step", monkeypatch)
+
+
+def test_a_fixed_length_is_that_of_every_response():
+    lengths = Lengths.parse("fixed:1024")
+    assert lengths.longest == 1024
+    assert {lengths(i, j) for i in range(3) for j in range(50)} == {1024}
+
+
+def test_lengths_are_log_normal_up_to_the_longest():
+    drawn = [Lengths.parse("lognormal:400,0.8,1000000")(i, j) for i in range(20) for j in range(256)]
+    assert mean(map(log, drawn)) == pytest.approx(log(400), abs=0.04)
+    assert stdev(map(log, drawn)) == pytest.approx(0.8, abs=0.03)
+    cut = [Lengths.parse("lognormal:400,0.8,1000")(i, j) for i in range(20) for j in range(256)]
+    assert max(cut) == 1000
+    assert 0.10 < sum(n == 1000 for n in cut) / len(cut) < 0.15  # P(z > ln(2.5) / 0.8) = 0.126
+    assert median(cut) == pytest.approx(400, rel=0.05)
+    assert min(Lengths.parse("lognormal:1,3,9")(0, j) for j in range(50)) == 1
+
+
+def test_lengths_depend_on_iteration_index_and_numbers_only(step):
+    lengths = Lengths.parse("lognormal:400,0.8,4096")
+    assert [lengths(i, j) for i in range(2) for j in range(3)] == [137, 189, 326, 839, 99, 226]
+    assert step.Lengths is not Lengths  # the scripts import the module under another name
+    assert step.Lengths.parse("lognormal:400.0,0.8,4096")(1, 2) == lengths(1, 2)
+    assert Lengths.parse("lognormal:400,0.8,4095")(1, 2) != lengths(1, 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1024", "fixed:", "fixed:1,2", "fixed:0", "fixed:1.5", "uniform:1,2,3", "lognormal:9,1,8", "lognormal:9,-1,9"],
+)
+def test_lengths_that_make_no_sense_are_refused(text):
+    with pytest.raises(ValueError, match="lengths must"):
+        Lengths.parse(text)
+
+
+def test_arguments_that_are_not_those_of_the_script_go_to_our_side(step, tmp_path):
+    line = ["--lengths=fixed:9", "--trl", "{beta: 1}", "--model.init_args.compile", "true", "--rollout.sleep_level=0"]
+    a = step.parse([*line, f"--out={tmp_path}", "--prompt_tokens=20480"])
+    assert a.trl == {"beta": 1}
+    assert a.micro_batch_tokens == 20489  # the longest sequence fits
+    command = step.our_command(a, Path("model"), Path("data"), tmp_path / "ours")
+    assert command[-3:] == ["--model.init_args.compile", "true", "--rollout.sleep_level=0"]
+    parsed = subprocess.run([*command, "--print_config"], cwd=ROOT, capture_output=True, text=True)
+    assert parsed.returncode == 0, parsed.stderr[-2000:]
+    assert "compile: true" in parsed.stdout
+    assert "lengths: fixed:9" in parsed.stdout
+
+
+@pytest.mark.parametrize("line", [["--warmup=7"], ["--steps=2"], ["--shape=9b"]])
+def test_arguments_that_cannot_be_are_refused(line, step, capsys):
+    with pytest.raises(SystemExit):
+        step.parse(line)
+
+
+def recorded(seconds: float, **more: Any) -> dict[str, Any]:
+    rows = [{"step": seconds * k, "generate": 1.0, "update": 0.5 * k, "tokens": 3000} for k in (9, 1, 3, 2)]
+    names = ("devices", "device", "shape", "prompts", "generations", "prompt_tokens", "lengths")
+    work = dict(zip(names, (1, "gpu", "1.5b", 32, 8, 256, "fixed:1024"), strict=True))
+    return {"version": "1.16.0", "rows": rows, "startup": 20.0, "peak": None, "work": work} | more
+
+
+def test_the_table_has_medians_ranges_and_ratios(step):
+    ours, trl = recorded(2.0), recorded(4.0, peak=80.5, startup=30.0)
+    for row in trl["rows"]:
+        row["log_prob"] = 0.25
+    assert step.table({"ours": ours, "trl": trl}, warmup=1) == TABLE
+    alone = step.table({"trl": trl}, warmup=1).splitlines()
+    assert alone[0] == "| 1 x gpu, 1.5b, 32 x 8, 256 + fixed:1024 tokens | TRL 1.16.0 |"
+    assert alone[2] == "| step, s | 8.000 (4.000 - 12.000) |"
+
+
+TABLE = """\
+| 1 x gpu, 1.5b, 32 x 8, 256 + fixed:1024 tokens | ours | TRL 1.16.0 | TRL / ours |
+| --- | --- | --- | --- |
+| step, s | 4.000 (2.000 - 6.000) | 8.000 (4.000 - 12.000) | 2.00 |
+| generate | 1.000 (1.000 - 1.000) | 1.000 (1.000 - 1.000) | 1.00 |
+| log_prob |  | 0.250 (0.250 - 0.250) |  |
+| update | 1.000 (0.500 - 1.500) | 1.000 (0.500 - 1.500) | 1.00 |
+| rest | 2.000 (0.500 - 3.500) | 5.750 (2.250 - 9.250) | 2.88 |
+| tokens/s | 750.0 (500.0 - 1,500.0) | 375.0 (250.0 - 750.0) | 0.50 |
+| first step, s | 18.000 | 36.000 | 2.00 |
+| start-up, s | 20.000 | 30.000 | 1.50 |
+| peak GPU memory, GiB |  | 80.500 |  |"""
+
+
+def test_our_step_does_the_work_that_was_asked_for(step, tmp_path, capsys):
+    line = [*SMALL, "lognormal:8,0.5,16", "--steps=2", "--warmup=1", "--only=ours", "--kl=0.1", f"--out={tmp_path}"]
+    step.main(line)
+    printed = capsys.readouterr().out
+    assert printed == (tmp_path / "table.md").read_text()
+    rows = table(printed)
+    assert {"step, s", "sync", "generate", "reward", "reference", "update", "tokens/s", "start-up, s"} <= rows.keys()
+    result = json.loads((tmp_path / "ours.json").read_text())
+    lengths = Lengths.parse("lognormal:8,0.5,16")
+    assert [row["tokens"] for row in result["rows"]] == [32 + sum(lengths(i, j) for j in range(4)) for i in range(2)]
+    assert 0 < result["startup"] < 200
+    a = step.parse(line)
+    assert step.load("ours", a) == result
+    result["rows"][1]["tokens"] += 1
+    with pytest.raises(RuntimeError, match="must have"):
+        step.check(result["rows"], a)
+    with pytest.raises(RuntimeError, match="must have"):
+        step.check(result["rows"][:1], a)
+    assert step.load("ours", step.parse([*line, "--prompts=3"])) is None
+
+
+def test_the_peak_of_memory_is_what_nvidia_smi_saw_on_the_gpus_of_the_run(step, tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\necho "$@" > "$(dirname $0)/asked"\nprintf "1024\\n80384\\n2048\\n"\nexec sleep 60\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
+    assert step.run(["sh", "-c", "sleep 0.5; echo $CUDA_VISIBLE_DEVICES"], tmp_path / "log", devices=2) == 78.5
+    assert (tmp_path / "log").read_text() == "3,5\n"
+    assert (tmp_path / "asked").read_text().startswith("-i 3,5 ")
+
+
+def test_a_side_that_fails_says_why(step, tmp_path):
+    with pytest.raises(RuntimeError, match="is not accepted"):
+        step.main([*SMALL, "fixed:4", "--only=ours", f"--out={tmp_path}", "--model.init_args.nothing=1"])
+
+
+@pytest.mark.parametrize(("other", "agree"), [(1.0, 0), (1.00009, 0), (1.00011, 1), (nan, 1), (inf, 1)])
+def test_a_replay_that_differs_fails(other, agree, monkeypatch, capsys):
+    replay = benchmark("replay", monkeypatch)
+    monkeypatch.setattr(replay, "record", lambda *a: None)
+    monkeypatch.setattr(replay, "our_rows", lambda *a: [{"loss": 1.0, "norm": 1.0}] * 2)
+    monkeypatch.setattr(replay, "trl_rows", lambda *a: [{"loss": 1.0, "norm": 1.0}, {"loss": 1.0, "norm": other}])
+    assert replay.main(["--device=cpu"]) == agree
+    assert ("agree to 1e-04" in capsys.readouterr().out) == (agree == 0)
+
+
+@NEEDS_TRL
+@pytest.mark.slow
+def test_trl_does_the_same_work(step, tmp_path, capsys):
+    step.main([*SMALL, "lognormal:8,0.5,16", "--steps=2", "--warmup=1", "--kl=0.1", f"--out={tmp_path}"])
+    rows = table(capsys.readouterr().out)
+    for name in ("step, s", "generate", "reference", "update"):
+        assert all(rows[name]), name  # ours, TRL, their ratio
+
+
+@NEEDS_TRL
+@pytest.mark.slow
+@pytest.mark.parametrize("line", [[], ["--kl=0.1"], ["--kl=0.1", "--precision=bf16-mixed"]])
+def test_loss_and_gradient_norm_are_those_of_trl(line, monkeypatch):
+    assert benchmark("replay", monkeypatch).main(["--device=cpu", *line]) == 0
+
+
+@NEEDS_TRL
+@pytest.mark.slow
+def test_another_kl_coefficient_is_seen_by_the_replay(monkeypatch):
+    replay = benchmark("replay", monkeypatch)
+    theirs = replay.trl_rows
+    monkeypatch.setattr(replay, "trl_rows", lambda a, *rest: theirs(type(a)(**vars(a) | {"kl": 0.11}), *rest))
+    assert replay.main(["--device=cpu", "--kl=0.1", "--lr=1e-3"]) == 1
