@@ -82,7 +82,7 @@ def write_byte_tokenizer(folder: Path | str) -> dict[str, int]:
 
 
 def _write(folder: Path) -> None:
-    """Part by part: in a process group a model's ``save_pretrained`` writes on the first rank only, and each rank has its draft."""
+    """Part by part: a model's ``save_pretrained`` writes on the first rank only, and here each rank has a draft of its own."""
     from safetensors.torch import save_file
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
