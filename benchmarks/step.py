@@ -11,10 +11,10 @@ of their own; with ``--only`` the other side's column is what is recorded of it 
 transformers, which checks the scripts and compares nothing. Several ``--devices`` are data parallel.
 
 Weights are random, optimizer steps are real. A step lasts from the end of one to the end of the next; phases are wall time
-between two synchronisations, by one clock on both sides, and ``rest`` is what lies outside them. ``sync`` includes waking the
-engine's weights; ``reward`` of ours includes decoding and gathering, which are in TRL's ``rest``; ``update`` is forward,
-backward, clipping and AdamW. Start-up lasts from the launch to the first step: imports, loading, the engine's graphs. Peak
-memory is the most that nvidia-smi saw in use on a GPU, start-up included. tokens/s counts prompts and responses, of all GPUs.
+between two synchronisations, by one clock on both sides, and ``rest`` is what lies outside them. ``reward`` of ours includes
+decoding and gathering, which are in TRL's ``rest``; ``update`` is forward, backward, clipping and AdamW. Start-up lasts from the
+launch to the first step: imports, loading, the engine's graphs. Peak memory is the most that nvidia-smi saw in use on a GPU,
+start-up included. tokens/s counts prompts and responses, of all GPUs.
 
 The table is printed and, with the rows it is made of (ours.json, trl.json) and both logs, lies in ``--out``.
 """
@@ -44,7 +44,10 @@ from random_model import SHAPES
 
 ROOT = Path(__file__).parent.parent
 SIDES = ("ours", "trl")
-PHASES = ("sync", "wake", "generate", "sleep", "reward", "log_prob", "reference", "update")
+PHASES = {"wake, sync": ("wake", "sync")} | {
+    name: (name,) for name in ("generate", "sleep", "reward", "log_prob", "reference", "update")
+}
+"""Rows of the table and the spans that they add up: TRL wakes the weights inside its sync, ours outside."""
 WORK = (
     *("shape", "lengths", "prompts", "generations", "prompt_tokens", "steps", "kl"),
     *("micro_batch_tokens", "gpu_memory", "devices", "device"),
@@ -216,11 +219,11 @@ def load(side: str, a: argparse.Namespace) -> dict[str, Any] | None:
 def column(result: dict[str, Any], warmup: int) -> dict[str, list[float]]:
     """What is shown of one side: values of the steps after the first ``warmup``, or a single one; empty if it has none."""
     rows = result["rows"][warmup:]
-    phases = {phase: [row.get(phase, 0.0) for row in rows] for phase in PHASES}
+    phases = {name: [sum(row.get(span, 0.0) for span in spans) for row in rows] for name, spans in PHASES.items()}
     return {
         "step, s": [row["step"] for row in rows],
         **{phase: seconds if any(seconds) else [] for phase, seconds in phases.items()},
-        "rest": [row["step"] - sum(row.get(phase, 0.0) for phase in PHASES) for row in rows],
+        "rest": [row["step"] - sum(seconds) for row, *seconds in zip(rows, *phases.values(), strict=True)],
         "tokens/s": [row["tokens"] / row["step"] for row in rows],
         "first step, s": [result["rows"][0]["step"]],
         "start-up, s": [result["startup"]],

@@ -85,9 +85,8 @@ class TimedGRPOTrainer(GRPOTrainer):
             engine.sync_weights = self.timed("sync", engine.sync_weights)
             llm.sleep = self.timed("sleep", llm.sleep)
             wake, wake_cache = llm.wake_up, self.timed("wake", llm.wake_up)
-            llm.wake_up = lambda tags: (wake_cache if tags == ["kv_cache"] else wake)(
-                tags=tags
-            )  # weights: part of the sync
+            # the weights wake inside the sync, whose span holds it
+            llm.wake_up = lambda tags: (wake_cache if tags == ["kv_cache"] else wake)(tags=tags)
             llm.generate = self.forced(self.timed("generate", llm.generate))
 
     def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:

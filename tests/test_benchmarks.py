@@ -231,7 +231,16 @@ def test_our_step_does_the_work_that_was_asked_for(step, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed == (tmp_path / "table.md").read_text()
     rows = table(printed)
-    assert {"step, s", "sync", "generate", "reward", "reference", "update", "tokens/s", "start-up, s"} <= rows.keys()
+    assert {
+        "step, s",
+        "wake, sync",
+        "generate",
+        "reward",
+        "reference",
+        "update",
+        "tokens/s",
+        "start-up, s",
+    } <= rows.keys()
     result = json.loads((tmp_path / "ours.json").read_text())
     lengths = Lengths.parse("lognormal:8,0.5,16")
     assert [row["tokens"] for row in result["rows"]] == [32 + sum(lengths(i, j) for j in range(4)) for i in range(2)]

@@ -258,22 +258,15 @@ def test_empty_responses_are_scored_and_spoil_nothing(tmp_path, kind, change, me
     assert all(p.isfinite().all() for p in module.actor.parameters())
 
 
-def test_aborted_responses_are_counted_and_masked_like_truncated_ones(tmp_path):
+def test_aborted_responses_are_counted_and_left_out(tmp_path):
     def abort(i: int, c: Completion) -> Completion:
-        return (
-            Completion(c.token_ids, "abort", c.log_probs)
-            if i % 4 == 0
-            else Completion(c.token_ids, "stop", c.log_probs)
-        )
+        return Completion(c.token_ids, "stop" if i % 4 else "abort", c.log_probs)
 
-    rows = {}
-    for masked, share in ((True, 0.75), (False, 1.0)):
-        module = GRPOLightningModule(**TINY_MODULE, reward=[even_tokens], mask_truncated=masked)
-        rows[masked] = fit(module, tmp_path / str(masked), 1, {"engine": Changes(abort)}, num_generations=2)[0]
-        assert module.last_experience.mask.any(1).float().mean() == share
-    assert {row["completions/aborted_ratio"] for row in rows.values()} == {0.25}
-    assert {row["completions/clipped_ratio"] for row in rows.values()} == {0.0}
-    assert rows[True]["reward/mean"] == rows[False]["reward/mean"]
+    module = GRPOLightningModule(**TINY_MODULE, reward=[even_tokens])
+    (row,) = fit(module, tmp_path, 1, {"engine": Changes(abort)}, num_generations=2)
+    assert module.last_experience.mask.any(1).float().mean() == 0.75
+    assert row["completions/aborted_ratio"] == 0.25
+    assert row["completions/clipped_ratio"] == 0.0
 
 
 def test_vllm_s_answers_without_tokens_or_of_another_end_are_completions():

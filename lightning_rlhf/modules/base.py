@@ -99,7 +99,7 @@ class RLHFLightningModule(ModelRoles):
         clip_dual: bound of the loss at negative advantages, in units of the advantage; null switches it off.
         entropy_coef: weight of the entropy bonus.
         kl: distance to the frozen reference.
-        mask_truncated: leave responses out that hit ``max_completion_length``, or that the engine aborted.
+        mask_truncated: leave responses out that hit ``max_completion_length``.
         ppo_epochs: passes over a rollout.
         mini_batches: optimizer steps per pass.
         micro_batch_tokens: token budget of one forward and backward pass on one GPU; must hold the longest sequence.

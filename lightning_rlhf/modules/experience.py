@@ -23,16 +23,16 @@ def gather_experience(
     """Token ids and scalars of all data ranks, ordered by group: megabytes, whatever the model's size. Pictures stay.
 
     The order, and so everything computed from it, does not depend on the number of data ranks. Rows that cannot be learned
-    from get mask 0: empty responses, and those whose score is NaN.
+    from get mask 0: empty and aborted responses, and responses whose score is NaN.
 
     Args:
         all_gather: one picklable object per data rank -> their list.
-        mask_truncated: rows cut at the length limit, or aborted by the engine, get mask 0 too.
+        mask_truncated: rows cut at the length limit get mask 0 too.
         data_rank: this one.
     """
     n = rollout.sampling.num_generations
     prompts = [ids for ids in rollout.prompts.ids for _ in range(n)]
-    usable = [c.finish_reason == "stop" or not mask_truncated for c in rollout.completions]
+    unusable = {"abort", "length"} if mask_truncated else {"abort"}
     shares = all_gather(
         {
             "ids": torch.tensor(
@@ -40,7 +40,7 @@ def gather_experience(
             ),
             "prompt_lengths": [len(p) for p in prompts],
             "lengths": [len(c.token_ids) for c in rollout.completions],
-            "usable": usable,
+            "usable": [c.finish_reason not in unusable for c in rollout.completions],
             "group": rollout.group.cpu(),
             "total": scores.total.cpu(),
             "has_images": rollout.prompts.images is not None,
