@@ -30,10 +30,10 @@ demo: $(VENV)/.demo ## train SmolLM2-135M by PPO on this CPU: about 8 minutes on
 	TQDM_DISABLE=1 $(KEEP_MEMORY) $(VENV)/bin/python examples/demo/run.py --config configs/demo_ppo.yaml --seed_everything $(SEED) $(DEMO_ARGS)
 
 test: $(VENV)/.test ## the tests that need neither a GPU nor vLLM
-	$(ONE_THREAD) $(VENV)/bin/python -m pytest -m "not slow and not vllm and not gpu" -n $(JOBS) $(PYTEST_ARGS)
+	$(ONE_THREAD) $(VENV)/bin/python -m pytest -m "not slow and not vllm and not gpu" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.test ## the slow tests
-	$(ONE_THREAD) $(VENV)/bin/python -m pytest -m "slow and not vllm and not gpu" -n $(JOBS) $(PYTEST_ARGS)
+	$(ONE_THREAD) $(VENV)/bin/python -m pytest -m "slow and not vllm and not gpu" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 test-vllm: $(VLLM_VENV)/.test ## the tests that run vLLM, on CPU
 	$(ONE_THREAD) $(VLLM_VENV)/bin/python -m pytest -m "vllm and not gpu" $(PYTEST_ARGS)

@@ -175,6 +175,7 @@ def test_lengths_that_make_no_sense_are_refused(text):
         Lengths.parse(text)
 
 
+@pytest.mark.slow
 def test_arguments_that_are_not_those_of_the_script_go_to_our_side(step, tmp_path):
     line = ["--lengths=fixed:9", "--trl", "{beta: 1}", "--model.init_args.compile", "true", "--rollout.sleep_level=0"]
     a = step.parse([*line, f"--out={tmp_path}", "--prompt_tokens=20480"])
@@ -266,6 +267,7 @@ def test_the_peak_of_memory_is_what_nvidia_smi_saw_on_the_gpus_of_the_run(step, 
     assert (tmp_path / "asked").read_text().startswith("-i 3,5 ")
 
 
+@pytest.mark.slow
 def test_a_side_that_fails_says_why(step, tmp_path):
     with pytest.raises(RuntimeError, match="is not accepted"):
         step.main([*SMALL, "fixed:4", "--only=ours", f"--out={tmp_path}", "--model.init_args.nothing=1"])

@@ -75,6 +75,7 @@ def written_by_the_second_rank(rank: int, folder: str) -> list[str]:
     return sorted(path.name for path in tiny_model(Path(folder)).iterdir()) if rank == 1 else []
 
 
+@pytest.mark.slow
 def test_the_tiny_model_is_whole_whichever_rank_writes_it(tmp_path):
     _, names = spawn(written_by_the_second_rank, 2, str(tmp_path))
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(names)
