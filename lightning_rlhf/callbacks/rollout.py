@@ -85,6 +85,7 @@ class RolloutCallback(pl.Callback):
         )
         self.ladder = Ladder(sleep_level, offload_optimizer, offload_parameters)
         self.rung = self.ladder.usual
+        self.plan: Plan | None = None
         self._host = HostMemory()
         self.verify_sync_every = verify_sync_every
         self.log_probs_every = log_probs_every
@@ -149,7 +150,7 @@ class RolloutCallback(pl.Callback):
         Raises:
             ValueError: nothing fits.
         """
-        self.rung = self.ladder.usual
+        self.rung, self.plan = self.ladder.usual, None
         memory = module.strategy.broadcast(device_memory(module.strategy.root_device))  # one answer on all ranks
         if not memory:
             return None
@@ -161,7 +162,7 @@ class RolloutCallback(pl.Callback):
         errors = [problem.message for problem in plan.problems if problem.kind == "error"]
         if errors and stage == "fit":
             raise ValueError(errors[0])
-        self.rung = plan.choice.rung
+        self.rung, self.plan = plan.choice.rung, plan
         rank_zero_info(f"engine {plan.choice.reason}")
         return None if plan.engine.least is None else plan.engine.kv_cache
 
