@@ -328,6 +328,16 @@ def test_a_trained_tower_keeps_what_is_alive_after_its_forward_pass(family):
     assert shape_of(config, torch.bfloat16).tower_bytes == 0
 
 
+def test_a_plan_leaves_the_config_as_it_is():
+    """The run builds its models from it: a tower with the plan's attention would have no backward."""
+    vision = config_of("qwen2_5_vl", {token: i for i, token in enumerate((*SPECIAL, *map(chr, range(300))))})
+    for config in (vision, MODELS["llama"]):
+        parts = [config, config.get_text_config(), getattr(config, "vision_config", config)]
+        before = [(part._attn_implementation, part.to_dict()) for part in parts]
+        shape_of(config, torch.bfloat16, freeze_vision=False)
+        assert [(part._attn_implementation, part.to_dict()) for part in parts] == before
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_liger_keeps_what_its_autograd_functions_save(name):
     """For each norm its input instead of two copies of it, for the gated MLP not the activated gate."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -124,6 +125,7 @@ def shape_of(
         ValueError: it is no causal language model.
     """
     check_class(config)
+    config = deepcopy(config)  # the model keeps it and writes into it
     with torch.device("meta"):
         model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         backbone = model if head else model.base_model
