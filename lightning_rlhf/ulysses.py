@@ -124,7 +124,7 @@ def head_plan(query_heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
     return members, -query_heads % ranks
 
 
-def _scatter_heads(q: Tensor, k: Tensor, v: Tensor, ranks: int, group: str) -> tuple[Tensor, Tensor, Tensor, int]:
+def scatter_heads(q: Tensor, k: Tensor, v: Tensor, ranks: int, group: str) -> tuple[Tensor, Tensor, Tensor, int]:
     """(S/P, H, D) x 3 with all heads -> (S, H/P, D) x 3 with all tokens, in one all-to-all; also the true head count."""
     (rows, heads, d), kv_heads, dv = q.shape, k.shape[1], v.shape[2]
     repeat, pad = head_plan(heads, kv_heads, ranks)
@@ -139,7 +139,7 @@ def _scatter_heads(q: Tensor, k: Tensor, v: Tensor, ranks: int, group: str) -> t
     return q.unflatten(-1, (local_q, d)), k.unflatten(-1, (local_kv, d)), v.unflatten(-1, (local_kv, dv)), heads
 
 
-def _gather_heads(out: Tensor, heads: int, ranks: int, group: str) -> Tensor:
+def gather_heads(out: Tensor, heads: int, ranks: int, group: str) -> Tensor:
     """(S, H/P, Dv) -> (S/P, H, Dv), appended heads dropped."""
     tokens, local, dv = out.shape
     received = _all_to_all(out.reshape(ranks, tokens // ranks, local * dv), group)
@@ -184,14 +184,14 @@ def packed_attention(kernel: Kernel, group: dist.ProcessGroup | None = None) -> 
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         if ranks > 1:
-            q, k, v, heads = _scatter_heads(q, k, v, ranks, name)
+            q, k, v, heads = scatter_heads(q, k, v, ranks, name)
             if s_aux is not None:  # a parameter per head: this rank's heads
                 local = q.shape[1]
                 s_aux = F.pad(s_aux, (0, local * ranks - heads))[rank * local : (rank + 1) * local]
         features = Features(causal=causal, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
         out = kernel(q, k, v, cu_seq_lens_q, max_length_q, features)  # type: ignore[arg-type]
         if ranks > 1:
-            out = _gather_heads(out, heads, ranks, name)
+            out = gather_heads(out, heads, ranks, name)
         return out[None], None
 
     return attention

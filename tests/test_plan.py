@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from benchmarks.random_model import config_of as config_of_shape
 from lightning_rlhf import KL, FSDPUlyssesStrategy, GRPOLightningModule, PPOLightningModule, RolloutCallback, Sampling
 from lightning_rlhf.cli import main
 from lightning_rlhf.modules.execution import apply_execution
@@ -37,6 +39,7 @@ from lightning_rlhf.modules.settings import LoRA, ModelSettings
 from lightning_rlhf.packing import plan as pack_plan
 from lightning_rlhf.plan import make_plan, problems
 from lightning_rlhf.plan.known import _BY_NAME, known_config
+from lightning_rlhf.plan.probe import SavedBytes, attention
 from lightning_rlhf.plan.run import Run, optimizer_bytes
 from lightning_rlhf.plan.shape import shape_of
 from lightning_rlhf.rollout import TransformersEngine, VLLMEngine
@@ -350,6 +353,96 @@ def test_liger_keeps_what_its_autograd_functions_save(name):
     assert shape_of(MODELS[name], torch.bfloat16) == stock  # nothing of Liger is left behind
 
 
+def saved_by_compiled_layers(name: str, which: str) -> tuple[float, float]:
+    """Per token, of the last layer and of a forward pass, of the real model with real tensors."""
+    model = AutoModelForCausalLM.from_config(MODELS[name], dtype=torch.bfloat16).train()
+    set_attention(model, "kept_compiled", attention(1))
+    layers, tokens = list(model.base_model.layers), 96
+    settings = ModelSettings(name, compile=True, gradient_checkpointing=which)
+    apply_execution(model, layers, settings, torch.device("cpu"), trained=True)
+    stream = {"cu_seq_lens_q": torch.tensor([0, tokens], dtype=torch.int32), "max_length_q": tokens}
+    ids, saved, after = torch.arange(tokens)[None], SavedBytes(model), []
+    for layer in layers:
+        layer.register_forward_hook(lambda *_: after.append(saved.total))
+    with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
+        model.base_model(input_ids=ids, position_ids=ids, use_cache=False, **stream)
+    return (after[-1] - after[-2]) / tokens, saved.total / tokens
+
+
+@pytest.fixture
+def dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.filterwarnings("ignore")  # torch's compiler about itself
+@pytest.mark.parametrize("which", ["full", "selective", "every_second"])
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_layers_that_are_recomputed_keep_what_others_do(which, backend, monkeypatch):
+    shape = shape_of(MODELS["llama"], torch.bfloat16, compiled=True)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    again = 2 * shape.hidden + (shape.attention_bytes if which == "selective" else 0)
+    kept = [again, shape.layer_bytes if which == "every_second" else again, again]
+    others = shape.saved_bytes - shape.layers * shape.layer_bytes
+    assert saved_by_compiled_layers("llama", which) == (again, others + sum(kept))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.filterwarnings("ignore")  # torch's code generator about itself
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled_layers_keep_what_those_of_the_code_generator_keep(name):
+    """Mixtral's routing has a few indices per stream besides, gemma2 its scale of embeddings."""
+    shape = shape_of(MODELS[name], torch.bfloat16, compiled=True)
+    assert shape.compiled
+    assert saved_by_compiled_layers(name, "off") == pytest.approx((shape.layer_bytes, shape.saved_bytes), rel=2e-3)
+
+
+def test_layers_that_cannot_be_traced_count_as_they_are(monkeypatch):
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no")
+
+    eager = shape_of(MODELS["llama"], torch.bfloat16)
+    monkeypatch.setattr(torch, "compile", fails)
+    assert shape_of(MODELS["llama"], torch.bfloat16, compiled=True) == eager
+    plan = plan_of(_ppo(compile=True), RolloutCallback())
+    assert "the compiled layers could not be traced: activations are those without model.compile" in plan.notes[0]
+
+
+def test_a_compiled_layer_is_counted_with_adapters_and_several_ranks():
+    eager, compiled = (
+        shape_of(MODELS["llama"], torch.bfloat16, compiled=on, sequence_ranks=2, lora=LoRA(r=8)) for on in (False, True)
+    )
+    assert compiled.compiled
+    assert compiled.layer_bytes < 0.9 * eager.layer_bytes
+    assert shape_of(MODELS["llama"], torch.bfloat16, sequence_ranks=2, lora=LoRA(r=8)) == eager
+
+
+MEASURED = [
+    ("1.5b", 1, 32768, False, 108.7),
+    ("1.5b", 1, 32768, True, 82.9),
+    ("0.5b", 1, 32768, True, 37.6),
+    ("7b", 2, 16384, True, 115.5),
+]
+"""Shape, GPUs, tokens, compiled, GiB: peaks of torch's allocator on H200s, docs/benchmarks.md."""
+
+
+@pytest.mark.parametrize(("shape", "ranks", "tokens", "compiled", "measured"), MEASURED)
+def test_an_update_is_predicted_as_it_was_measured(shape, ranks, tokens, compiled, measured, tmp_path):
+    """One micro-batch per optimizer step: gradients, which the plan adds, come while the activations go."""
+    config_of_shape(shape).save_pretrained(tmp_path)
+    module = GRPOLightningModule(str(tmp_path), mini_batches=1, compile=compiled)
+    sampling = Sampling(num_generations=1, max_completion_length=1023)
+    sizes = {"world_size": ranks, "num_nodes": 1, "strategy": FSDPUlyssesStrategy(), "micro_batch_tokens": tokens}
+    lengths = {"prompts": 64, "num_generations": 1, "prompt_length": 1, "response_length": 1023}
+    plan = plan_of(module, RolloutCallback(engine=VLLMEngine(), sampling=sampling, sleep_level=2), **sizes, **lengths)
+    update = plan.phases[-1]
+    predicted = (update.total - update.parts["context"] - update.parts["gradients"]) / 2**30
+    assert measured < predicted < 1.03 * measured
+
+
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
 def test_recomputed_layers_keep_their_inputs():
     shape = shape_of(MODELS["llama"], torch.bfloat16)
@@ -357,8 +450,9 @@ def test_recomputed_layers_keep_their_inputs():
     assert kept == pytest.approx(bytes_after_forward("llama", checkpointing=True), rel=0.1)
 
 
+@pytest.mark.parametrize(("compiled", "norms", "gated"), [(False, 16, 8), (True, 8, 6)])
 @pytest.mark.parametrize(("name", "q_heads", "kv_heads"), [("qwen2", 12, 2), ("llama", 32, 8)])
-def test_a_layer_of_the_llama_kind_keeps_what_the_formula_says(name, q_heads, kv_heads):
+def test_a_layer_of_the_llama_kind_keeps_what_the_formula_says(name, q_heads, kv_heads, compiled, norms, gated):
     h, f, d = 1536, 8960, 128
     kind = {"qwen2": Qwen2Config, "llama": LlamaConfig}[name]
     config = kind(
@@ -369,8 +463,8 @@ def test_a_layer_of_the_llama_kind_keeps_what_the_formula_says(name, q_heads, kv
         head_dim=d,
         num_hidden_layers=2,
     )
-    formula = 16 * h + 8 + 8 * f + 4 * q_heads * d + 4 * kv_heads * d + 4 * q_heads
-    assert shape_of(config, torch.bfloat16).layer_bytes == pytest.approx(formula, rel=1e-3)
+    formula = norms * h + 8 + gated * f + 4 * q_heads * d + 4 * kv_heads * d + 4 * q_heads
+    assert shape_of(config, torch.bfloat16, compiled=compiled).layer_bytes == pytest.approx(formula, rel=1e-3)
 
 
 def test_selective_recomputation_keeps_what_the_collectives_brought():
@@ -481,7 +575,7 @@ TINY = ModelSettings("random:tiny").config
 H, F = TINY.hidden_size, TINY.intermediate_size
 HEADS, KV, D = TINY.num_attention_heads, TINY.num_key_value_heads, H // TINY.num_attention_heads
 LINEAR = [(H, HEADS * D), (H, KV * D), (H, KV * D), (HEADS * D, H), (H, F), (H, F), (F, H)]
-LAYER = 16 * H + 8 + 8 * F + 4 * HEADS * D + 4 * KV * D + 4 * HEADS  # bytes per token, see `plan.shape`
+LAYER = 16 * H + 8 + 8 * F + 4 * HEADS * D + 4 * KV * D + 4 * HEADS  # bytes per token, see `plan.probe`
 INPUT, ATTENTION = 2 * H, 2 * HEADS * D + 4 * HEADS
 
 
@@ -517,6 +611,7 @@ SAVED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[tuple[str, str], flo
     "tiled_mlp": ({"tiled_mlp": 100}, {}, {("update", "activations"): TOKENS * LAYERS * 8 * F}),
     "a tile longer than the stream": ({"tiled_mlp": TOKENS}, {}, {("update", "activations"): 0}),
     "liger": ({"liger": True}, {}, {("update", "activations"): TOKENS * (LAYERS * (8 * H + 2 * F) + 4 * H)}),
+    "compile": ({"compile": True}, {}, {("update", "activations"): TOKENS * LAYERS * (8 * H + 2 * F)}),
     "offload_activations": (
         {"offload_activations": True},
         {},

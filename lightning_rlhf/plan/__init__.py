@@ -110,9 +110,14 @@ def make_plan(
                 lora=settings.lora if key[2] else None,
                 freeze_vision=settings.freeze_vision,
                 liger=settings.liger,
+                compiled=settings.compile,
             )
         roles.append(Role(name, shapes[key], trained=name in module.learning_rates))
     policy = roles[0].shape
+    if settings.compile and not settings.liger and not policy.compiled:
+        notes += (
+            "the compiled layers could not be traced: activations are those without model.compile, an upper bound",
+        )
     options = Options(
         optimizer_bytes=optimizer_bytes(module.optimizer, run.param_dtype),
         rung=rollout.ladder.usual,

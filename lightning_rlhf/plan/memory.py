@@ -4,7 +4,7 @@
     log_prob    parameters  reference  optimizer  engine, unless asleep  working  gathered
     update      parameters  reference  optimizer  engine, unless asleep  working  gathered  gradients  activations
 
-Sharded state is exact. Activations are what autograd keeps (`plan.shape`) for a full micro-batch, those of a trained vision tower
+Sharded state is exact. Activations are what autograd keeps (`plan.probe`) for a full micro-batch, those of a trained vision tower
 for as many image tokens as that may have (`Run.image_tokens`); the other transients are upper bounds of what is alive at once:
 
     working     the larger of two that are never alive together: the head (a tile of logits in float32, and in bfloat16 for

@@ -84,7 +84,8 @@ def _details(plan: Plan) -> dict[str, str]:
         "trained": f"{plan.trained:,} parameters, learning rates: {rates}",
         "per data rank": f"{(run.prompts or 0) // run.data_ranks} prompts, {(run.responses or 0) // run.data_ranks} responses",
         "micro-batch": f"at most {run.stream_tokens(run.mini_batches):,} tokens on each GPU",
-        "activations": f"{policy.saved_bytes:,.0f} bytes per token, {policy.layer_bytes:,.0f} per layer",
+        "activations": f"{policy.saved_bytes:,.0f} bytes per token, {policy.layer_bytes:,.0f} per"
+        f" {'compiled ' * policy.compiled}layer",
         "KV cache": f"{plan.kv_token:,} bytes per token, {plan.engine.kv_cache // plan.kv_token:,} tokens",
     }
     if policy.tower_bytes:
