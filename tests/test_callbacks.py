@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,11 +29,14 @@ from lightning_rlhf.callbacks.checkpoint import IterationCheckpoint, latest_comp
 from lightning_rlhf.callbacks.hf_export import HFExport, export, write_folder
 from lightning_rlhf.callbacks.memory import Memory, resident_bytes
 from lightning_rlhf.callbacks.progress import IterationProgress
+from lightning_rlhf.callbacks.rollout import RolloutCallback
 from lightning_rlhf.callbacks.samples import Samples, sample_columns, sample_table, shorten, visible, write_parquet
 from lightning_rlhf.callbacks.throughput import Throughput
 from lightning_rlhf.flops import Passes, dims_of, training_flops
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.phases import Phases
+from lightning_rlhf.rollout import TransformersEngine
+from lightning_rlhf.rollout.engine import Unmapped
 from lightning_rlhf.tiny import tiny_model
 from lightning_rlhf.types import Completion, Experience, Prompts, Rollout, Sampling, Scores
 
@@ -275,6 +279,42 @@ def test_resident_size_follows_what_is_allocated() -> None:
     block = torch.ones(64 * 2**20 // 4)
     assert resident_bytes() - before > 48 * 2**20
     del block
+
+
+class Sleeper(TransformersEngine):
+    """In torch's counts its pool has 30 GiB, 28 of them tensors."""
+
+    unmapped = Unmapped()
+
+
+def test_what_a_sleeping_engine_gave_back_is_no_memory_of_a_phase(tokenizer: Any, monkeypatch: Any) -> None:
+    """The trainer holds 50 GiB and 20 more in the update."""
+    gib, toy, engine, memory = 2**30, Toy(tokenizer), Sleeper(), Memory()
+    counted = {"held": 78 * gib, "peak": 78 * gib}
+
+    def use(more: int) -> None:
+        counted["peak"] = max(counted["peak"], counted["held"] + more * gib)
+
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: counted["peak"])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: counted["peak"] + 2 * gib)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: counted.update(peak=counted["held"]))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    monkeypatch.setattr(Toy, "device", torch.device("cuda"))
+    memory.on_train_start(SimpleNamespace(callbacks=[memory, RolloutCallback(engine)]), toy)  # type: ignore[arg-type]
+    with toy.phases("sleep"):
+        engine.unmapped = Unmapped(28 * gib, 30 * gib)
+    with toy.phases("update"):
+        use(20)
+    assert memory._phases == {"sleep": 78 * gib, "update": 70 * gib}
+    assert (memory._allocated, memory._reserved) == (78 * gib, 80 * gib)
+    memory._clear()
+    with toy.phases("update"):
+        use(20)
+    assert (memory._allocated, memory._reserved) == (70 * gib, 70 * gib)
+    with toy.phases("wake"):  # whether its peak was before or after the pool got memory is not known: the larger figure
+        use(1)
+        engine.unmapped = Unmapped(18 * gib, 20 * gib)
+    assert memory._phases["wake"] == 61 * gib
 
 
 @pytest.mark.gpu

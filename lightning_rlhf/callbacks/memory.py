@@ -6,9 +6,8 @@
     memory_device_gb/<phase>   memory of the device in use when the phase ended, by any allocator or process
     perf/cpu_memory_gb         resident memory of the process on the host
 
-An engine's pool counts as allocated by torch even while it sleeps and its pages are unmapped; what the device really has
-in use is in memory_device_gb. An observer: it resets the allocator's peak counters at the edges of phases, which changes
-no result.
+An engine that sleeps keeps its addresses, and torch counts them: what has no memory is taken off. An observer: it resets the
+allocator's peak counters at the edges of phases, which changes no result.
 """
 
 from __future__ import annotations
@@ -20,6 +19,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+
+from lightning_rlhf.callbacks.rollout import RolloutCallback
+from lightning_rlhf.rollout.engine import RolloutEngine, Unmapped
 
 _GIB = 2**30
 
@@ -33,6 +35,8 @@ class Memory(pl.Callback):
         self._device: dict[str, int] = {}
         self._allocated = 0
         self._reserved = 0
+        self._engine: RolloutEngine | None = None
+        self._unmapped = Unmapped()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if pl_module.device.type != "cuda":
@@ -42,6 +46,8 @@ class Memory(pl.Callback):
         pl_module.phases.on_end.append(self._leave)
         self._open.clear()
         self._clear()
+        self._engine = next((c.engine for c in trainer.callbacks if isinstance(c, RolloutCallback)), None)  # type: ignore[attr-defined]
+        self._least_unmapped()
         torch.cuda.reset_peak_memory_stats()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -78,12 +84,18 @@ class Memory(pl.Callback):
 
     def _fold(self) -> None:
         """Credit the peak since the last edge to the iteration and to all open phases, and start a new one."""
-        peak = torch.cuda.max_memory_allocated()
+        unmapped = self._least_unmapped()
+        peak = torch.cuda.max_memory_allocated() - unmapped.allocated
         for name in self._open:
             self._phases[name] = max(self._phases.get(name, 0), peak)
         self._allocated = max(self._allocated, peak)
-        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())
+        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved() - unmapped.reserved)
         torch.cuda.reset_peak_memory_stats()
+
+    def _least_unmapped(self) -> Unmapped:
+        """Since the last edge: an engine falls asleep and wakes between two, it does not do both."""
+        before, self._unmapped = self._unmapped, Unmapped() if self._engine is None else self._engine.unmapped
+        return Unmapped(*map(min, before, self._unmapped))
 
     def _clear(self) -> None:
         self._phases, self._device = dict.fromkeys(self._phases, 0), dict.fromkeys(self._device, 0)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,6 +84,13 @@ class EngineMemory:
         return self.weights + (self.kv_cache if self.reserved else 0)
 
 
+class Unmapped(NamedTuple):
+    """Bytes that torch's allocator counts as allocated and as reserved, and that have no memory."""
+
+    allocated: int = 0
+    reserved: int = 0
+
+
 class RolloutEngine(ABC):
     """Generates responses with a copy of the policy's weights.
 
@@ -137,6 +144,11 @@ class RolloutEngine(ABC):
 
         After level 2 `generate` raises until `load_weights` ran. An engine that cannot sleep still stops accepting work.
         """
+
+    @property
+    def unmapped(self) -> Unmapped:
+        """Of the engine while it sleeps, if it keeps its addresses in torch's allocator."""
+        return Unmapped()
 
     @property
     def context_limit(self) -> int | None:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lightning_rlhf.hf_config import load_config
 from lightning_rlhf.images import collapsed, is_vision_language
-from lightning_rlhf.rollout.engine import EngineMemory, EngineSetup, NamedTensors, RolloutEngine
+from lightning_rlhf.rollout.engine import EngineMemory, EngineSetup, NamedTensors, RolloutEngine, Unmapped
 from lightning_rlhf.rollout.vllm_process import (
     check_version,
     claim_process,
@@ -41,6 +41,7 @@ from lightning_rlhf.rollout.vllm_process import (
     reset_encoder_cache,
     shut_down,
     unchanged_process_state,
+    unmapped_memory,
     version_installed,
 )
 from lightning_rlhf.rollout.weights import checksums, whole_checksum
@@ -112,6 +113,7 @@ class VLLMEngine(RolloutEngine):
         self.engine_args = engine_args or {}
         self.llm: Any = None
         self._asleep: set[str] = set()
+        self._unmapped: Unmapped | None = None
 
     def setup(self, context: EngineSetup) -> None:
         """See `RolloutEngine.setup`.
@@ -233,6 +235,7 @@ class VLLMEngine(RolloutEngine):
                 if self.context.device.type == "cuda":
                     self.llm.wake_up(tags=[tag])
                 self._asleep.discard(tag)
+                self._unmapped = None
 
     def sleep(self, level: int) -> None:
         if level == 0 or self.llm is None:
@@ -248,7 +251,16 @@ class VLLMEngine(RolloutEngine):
                 self.llm.sleep(level=level)
             finally:
                 gc.unfreeze()
-        self._asleep = {"weights", "kv_cache"}
+        self._asleep, self._unmapped = {"weights", "kv_cache"}, None
+
+    @property
+    def unmapped(self) -> Unmapped:
+        """See `RolloutEngine.unmapped`. Looked up once after each change: it takes a list of all that torch holds."""
+        if not self._asleep or self.context.device.type != "cuda":
+            return Unmapped()
+        if self._unmapped is None:
+            self._unmapped = unmapped_memory(self._asleep)
+        return self._unmapped
 
     @torch.no_grad()
     def load_weights(self, weights: NamedTensors, version: int) -> None:
@@ -311,7 +323,7 @@ class VLLMEngine(RolloutEngine):
         if self.llm is None:
             return
         llm, self.llm, self._worker = self.llm, None, None
-        self.weight_version = -1
+        self.weight_version, self._asleep = -1, set()
         shut_down(llm, owns_default_group=self._owns_process_group)
         del llm
         gc.collect()

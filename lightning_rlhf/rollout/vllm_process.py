@@ -15,6 +15,8 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from lightning_rlhf.rollout.engine import Unmapped
+
 
 @contextmanager
 def unchanged_process_state(device: torch.device) -> Iterator[None]:
@@ -114,6 +116,17 @@ def keep_off_shared_memory() -> None:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+
+
+def unmapped_memory(asleep: set[str]) -> Unmapped:
+    """What sleeps of the pool for ``asleep`` (tags): its segments stay in torch's allocator, their memory is given back."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    pool = CuMemAllocator.instance.pointer_to_data if CuMemAllocator.instance is not None else {}
+    # newer versions note it with each allocation
+    addresses = {address for address, data in pool.items() if getattr(data, "is_asleep", data.tag in asleep)}
+    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["address"] in addresses]
+    return Unmapped(sum(s["allocated_size"] for s in segments), sum(s["total_size"] for s in segments))
 
 
 def held_by_rank(model: Any) -> Iterator[tuple[str, Tensor, int | None]]:

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.vllm import VLLMEngine, version_installed
+from lightning_rlhf.rollout.vllm_process import unmapped_memory
 from lightning_rlhf.rollout.weights import gather
 from lightning_rlhf.tiny import tiny_model
 from lightning_rlhf.types import Completion, Sampling
@@ -337,3 +339,35 @@ def train_and_generate(rank: int) -> tuple[bool, bool]:
 @pytest.mark.slow
 def test_sharded_policy_feeds_colocated_engines_and_its_process_group_survives_them() -> None:
     assert spawn(train_and_generate, 2) == [(True, True)] * 2
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("noted", [True, False], ids=["new", "old"])
+def test_what_sleeps_of_the_pool_is_found_among_what_torch_holds(noted, monkeypatch):
+    """As vLLM keeps its books; older versions do not note which allocation sleeps."""
+    from vllm.device_allocator.cumem import AllocationData, CuMemAllocator
+
+    allocator = CuMemAllocator()
+    for address, tag in ((100, "weights"), (200, "weights"), (300, "kv_cache")):
+        handle = 0, 64, address, 0
+        data = AllocationData(handle, tag) if noted else SimpleNamespace(handle=handle, tag=tag)
+        if noted:
+            data.is_asleep = tag == "kv_cache"
+        allocator.pointer_to_data[address] = data
+    sizes = {100: (60, 64), 200: (10, 64), 300: (500, 512), 400: (7, 9)}
+    held = [{"address": a, "allocated_size": used, "total_size": size} for a, (used, size) in sizes.items()]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: held)
+    monkeypatch.setattr(CuMemAllocator, "instance", None)
+    assert unmapped_memory({"kv_cache"}) == (0, 0)
+    monkeypatch.setattr(CuMemAllocator, "instance", allocator)
+    assert unmapped_memory({"kv_cache"}) == (500, 512)
+    if not noted:
+        assert unmapped_memory({"weights", "kv_cache"}) == (570, 640)
+        assert unmapped_memory(set()) == (0, 0)
+
+
+def test_an_engine_without_sleep_mode_has_all_of_its_memory(engine):
+    engine.sleep(2)
+    assert engine.unmapped == (0, 0)
