@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -27,7 +28,9 @@ from lightning_rlhf.modules.execution import HostActivations, apply_execution, b
 from lightning_rlhf.modules.policy import build_critic, build_policy
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.packing import Packed, pack
+from lightning_rlhf.plan.probe import attention, liger_modules
 from lightning_rlhf.strategy import FSDP2Precision
+from lightning_rlhf.ulysses import set_attention
 
 LAYERS, WIDE, TILE = 4, 72, 16
 CONFIG = Qwen3Config(
@@ -466,6 +469,21 @@ def test_liger_changes_one_model_and_leaves_the_classes_alone(monkeypatch):
     assert source.apply_rotary_pos_emb is not rotary
     assert (source.Qwen3RMSNorm, source.Qwen3MLP) == (type(layer.input_layernorm), type(layer.mlp))
     assert "forward" not in vars(AutoModelForCausalLM.from_config(CONFIG).model.norm)
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_dynamo_says_nothing_of_what_liger_remembers(monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG)
+    set_attention(model, "nothing", attention(1))
+    ids, bounds = torch.zeros(1, 64, dtype=torch.long, device="meta"), torch.zeros(2, dtype=torch.int32, device="meta")
+    with liger_modules(model), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        settings = ModelSettings("x", liger=True, compile=True)
+        apply_execution(model, list(model.model.layers), settings, torch.device("cuda"), trained=True)
+        model.model(input_ids=ids, position_ids=ids, use_cache=False, cu_seq_lens_q=bounds, max_length_q=64)
+    assert not [w for w in told if "lru_cache" in str(w.message)]
 
 
 def test_liger_is_refused_where_it_cannot_run(folder, monkeypatch):

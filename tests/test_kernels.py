@@ -154,7 +154,11 @@ def test_cudnn_takes_one_long_sequence(name, length):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:cutlass:DeprecationWarning", "ignore:Argument aux_data:UserWarning")
+@pytest.mark.filterwarnings(  # of the packages that it is built from, about each other
+    "ignore:cutlass:DeprecationWarning",
+    "ignore:Arch from arch.py is deprecated:DeprecationWarning",
+    "ignore:Argument aux_data:UserWarning",
+)
 @pytest.mark.parametrize("name", [n for n in FEATURES if "sinks" not in n])
 def test_flash_attention_4_equals_the_reference(name):
     try:

@@ -13,6 +13,7 @@ al. 2025, arXiv:2506.13996.
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import cache, partial
@@ -88,6 +89,9 @@ def apply_execution(
             _tile_mlp(layer, settings.tiled_mlp)
     if trained:
         _recompute(layers, settings.recomputed)
+    if settings.compile and settings.liger:
+        # Liger keeps what it found out about the device in such a function: nothing for users to do
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`", UserWarning)
     if settings.compile:
         _compile(layers, fullgraph=not settings.liger and _is_traceable(model, settings.attention))
     if trained and settings.offload_activations:
