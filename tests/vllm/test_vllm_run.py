@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import lightning.pytorch as pl
 import pytest
 from test_runs import QUIET, run
+from toys import spawn
+
+from lightning_rlhf import FSDPUlyssesStrategy, GRPOLightningModule, PromptDataModule, RolloutCallback, Sampling
+from lightning_rlhf.rollout import VLLMEngine
+from lightning_rlhf.tiny import share_of_digits
 
 pytestmark = [pytest.mark.vllm]
 
@@ -24,3 +30,47 @@ def test_log_probs_of_engine_and_trainer_agree_in_every_iteration(devices, tp, t
     assert trained[0]["actor/grad_norm"] > 0
     assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in trained)
     assert any("val/heldout/reward" in row for row in rows)
+
+
+class Fails(GRPOLightningModule):
+    def policy_loss(self, *args: object, **kwargs: object) -> None:
+        raise ArithmeticError("of the module")
+
+
+def fit(module: type[GRPOLightningModule], engine: VLLMEngine) -> int:
+    """Iterations done."""
+    sampling = Sampling(num_generations=2, max_completion_length=8)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=FSDPUlyssesStrategy(),
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[RolloutCallback(engine, sampling=sampling)],
+    )
+    data = PromptDataModule(path="lightning_rlhf.tiny.sums", batch_size=4, max_prompt_length=64)
+    trainer.fit(module("random:tiny", reward=[share_of_digits]), datamodule=data)
+    return trainer.global_step
+
+
+def lives_of_engines(rank: int) -> tuple[bool, list[int], str, int]:
+    first, second, third = (VLLMEngine(kv_cache_memory_bytes=32 << 20) for _ in range(3))
+    with pytest.raises(ArithmeticError, match="of the module"):
+        fit(Fails, first)
+    closed = first.llm is None
+    steps = [fit(GRPOLightningModule, second) for _ in range(2)]
+    with pytest.raises(RuntimeError) as refused:
+        fit(GRPOLightningModule, third)
+    second.close()
+    return closed, steps, str(refused.value), fit(GRPOLightningModule, third)
+
+
+def test_an_engine_is_closed_after_a_failure_and_serves_the_next_run_otherwise():
+    ((closed, steps, refused, after),) = spawn(lives_of_engines, 1)
+    assert closed
+    assert steps == [1, 1]
+    assert "there is already an engine in this process, vLLM can run one: close it first" in refused
+    assert after == 1
