@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from lightning_rlhf.callbacks.memory import Memory
 from lightning_rlhf.callbacks.rollout import RolloutCallback, device_memory, plan_of

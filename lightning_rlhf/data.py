@@ -46,6 +46,10 @@ class PromptLoader:
     def __len__(self) -> int:
         return len(self.batches)
 
+    def batch_at(self, epoch: int, number: int) -> dict[str, Prompts]:
+        """The batch that is number ``number`` (from 0) of an epoch, whichever is due."""
+        return {"prompts": self.table.take(self.batches.batch_at(epoch, number))}
+
     def state_dict(self) -> dict[str, int]:
         return {"prompts": len(self.table), "batch_size": self.batches.batch_size, "seed": self.batches.seed}
 

@@ -1,7 +1,7 @@
 """Named spans of an iteration (generate, sync, reward, log_prob, …): wall seconds, and a place for observers to look in.
 
 The module and the `RolloutCallback` open spans; `Throughput` and `Memory` listen. Without listeners a span only adds two
-clock reads, and, on CUDA, a synchronisation at both edges so that a span's seconds are its own.
+clock reads, and, on CUDA, a synchronisation of the current stream at both edges so that a span's seconds are its own.
 """
 
 from __future__ import annotations
@@ -48,4 +48,4 @@ class Phases:
     @staticmethod
     def _synchronize() -> None:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()

@@ -73,8 +73,13 @@ class PromptSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch, done = self.position()
-        for batch in self.order(epoch).split(self.batch_size)[done : len(self)]:
-            yield batch.tensor_split(self.num_replicas)[self.rank].tolist()
+        for number in range(done, len(self)):
+            yield self.batch_at(epoch, number)
+
+    def batch_at(self, epoch: int, number: int) -> list[int]:
+        """Piece of batch ``number`` (from 0) of an epoch."""
+        batch = self.order(epoch)[number * self.batch_size : (number + 1) * self.batch_size]
+        return batch.tensor_split(self.num_replicas)[self.rank].tolist()
 
     def __len__(self) -> int:
         return self.size // self.batch_size if self.drop_last else -(-self.size // self.batch_size)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.modules import losses
+from lightning_rlhf.modules.metrics import Metrics
+from lightning_rlhf.modules.report import add_importance, finish
 
 GOLDEN = json.loads((Path(__file__).parent / "goldens" / "rl_math.json").read_text())
 FIXTURE = {k: torch.tensor(v, dtype=torch.float64) for k, v in GOLDEN["fixture"].items()}
@@ -244,3 +246,39 @@ def test_unknown_names_are_refused_in_one_line() -> None:
         losses.kl_estimate(NEW, REF, "kl")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"must be one of token-mean, .*got 'mean'"):
         losses.token_weights(MASK, "mean")  # type: ignore[arg-type]
+
+
+# -- rollout correction -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("want", GOLDEN["importance"], ids=lambda want: f"{want['level']}-{want['floor']}")
+def test_importance_weights_match_the_reference(want: dict[str, Any]) -> None:
+    correction = losses.Correction(want["level"], want["cap"], want["floor"])
+    weights = losses.importance_weights(leaf(OLD), FIXTURE["rollout"], MASK, correction)
+    assert not weights.requires_grad
+    close(weights, want["weights"])
+    metrics = Metrics()
+    add_importance(metrics, weights, losses.token_weights(MASK, "token-mean"), want["cap"])
+    reduced = finish(metrics.reduce())
+    close(reduced["rollout/is_weight"], want["mean"])
+    close(reduced["rollout/is_ess"], want["ess"])
+    capped = (weights == 0) | (weights >= want["cap"])
+    close(reduced["rollout/is_capped_ratio"], (capped * MASK).sum() / MASK.sum())
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_an_unknown_log_prob_weighs_one_and_padding_nothing(level: Any) -> None:
+    old = torch.tensor([[-1.0, -1.0, -1.0, 7.0], [-1.0, -1.0, float("nan"), float("nan")]])
+    sampler = torch.tensor([[float("nan"), -1.5, float("-inf"), float("nan")], [-1.0, -1.0, -1.0, 50.0]])
+    mask = torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0]])
+    got = losses.importance_weights(old, sampler, mask, losses.Correction(level))
+    ratio = torch.tensor(0.5).exp()
+    first = [1.0, ratio, 1.0, 0.0] if level == "token" else [ratio, ratio, ratio, 0.0]
+    close(got, [first, [1.0, 1.0, 1.0, 0.0]], atol=1e-6)
+    huge = losses.importance_weights(old + 1e3, old, mask[:1], losses.Correction(level, cap=5.0))[0]
+    close(huge, [5.0, 5.0, 5.0, 0.0])
+
+
+def test_bounds_of_importance_weights_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"model\.correction\.floor must be below cap=2, got 3"):
+        losses.Correction(floor=3.0)

@@ -101,6 +101,20 @@ def test_a_run_resumes_where_its_checkpoint_was_written(tmp_path):
     assert_equal_runs(whole[2:], rest, 1e-7)
 
 
+def test_responses_generated_ahead_do_not_depend_on_the_split_and_resume_on_another(tmp_path):
+    ahead = [*QUIET, "--rollout.async_level=1", "--model.correction={}", "--trainer.max_steps=4"]
+    options = f"{{dirpath: {tmp_path}/ck, every_n_train_steps: 2, save_top_k: -1}}"
+    save = f"--trainer.callbacks+={{class_path: lightning_rlhf.IterationCheckpoint, init_args: {options}}}"
+    one = run(tmp_path / "one", "tiny_ppo.yaml", *ahead, save)
+    assert [row.get("rollout/staleness") for row in one] == [None, 1.0, 1.0, 1.0]
+    sp = [*ahead, "--trainer.devices=2", "--trainer.strategy.sequence_parallel_size=2"]
+    assert_equal_runs(one, run(tmp_path / "sp", "tiny_ppo.yaml", *sp))
+    checkpoint = min(p for p in (tmp_path / "ck").iterdir() if "iteration" in p.name)
+    dp = [*ahead, "--trainer.devices=2", "--trainer.val_check_interval=1", "--ckpt_path", str(checkpoint)]
+    rest = [row for row in run(tmp_path / "dp", "tiny_ppo.yaml", *dp) if "actor/pg_loss" in row]
+    assert_equal_runs(one[2:], [{n: v for n, v in row.items() if not n.startswith("val/")} for row in rest])
+
+
 def test_validate_scores_the_held_out_prompts_of_a_model_as_it_is(tmp_path):
     sampling = "--rollout.val_sampling={num_generations: 4, max_completion_length: 8}"
     rows = run(tmp_path, "tiny_grpo.yaml", "--trainer.callbacks=[]", sampling, command="validate")

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from toys import spawn
+from toys import pooled, spawn
 
 from lightning_rlhf import FSDPUlyssesStrategy
 from lightning_rlhf.rollout.sharing import Pool, engine_share, pool_size
@@ -90,7 +90,7 @@ def test_any_split_gives_the_responses_of_one_engine(world, sp, tp):
 
     def work(rank: int, pool: Pool) -> list[Completion]:
         prompts, seeds = requests_of(rank // sp)
-        return pool.generate(engines[rank], prompts, SAMPLING, seeds=seeds, log_probs=True)
+        return pooled(pool, engines[rank], prompts, SAMPLING, seeds=seeds, log_probs=True)
 
     for rank, responses in enumerate(on_every_rank(world, sp, tp, work)):
         prompts, seeds = requests_of(rank // sp)
@@ -107,7 +107,7 @@ def test_any_split_gives_the_responses_of_one_engine(world, sp, tp):
 def test_pictures_stay_with_their_prompts():
     def work(rank: int, pool: Pool) -> list[tuple[Any, ...]]:
         engine = FakeEngine()
-        pool.generate(engine, [[rank], [9]], SAMPLING, seeds=[rank, 9], images=[f"picture {rank}", None])
+        pooled(pool, engine, [[rank], [9]], SAMPLING, seeds=[rank, 9], images=[f"picture {rank}", None])
         return engine.asked[0]
 
     seen = on_every_rank(2, 1, 2, work)
@@ -116,7 +116,7 @@ def test_pictures_stay_with_their_prompts():
 
 def test_when_an_engine_fails_the_ranks_that_share_its_prompts_hear_of_it():
     def work(rank: int, pool: Pool) -> list[Completion]:
-        return pool.generate(FakeEngine(broken=rank == 1), [[5]] * 4, SAMPLING, seeds=range(4))
+        return pooled(pool, FakeEngine(broken=rank == 1), [[5]] * 4, SAMPLING, seeds=range(4))
 
     errors = on_every_rank(4, 2, 1, work)
     assert [type(error) for error in errors] == [RuntimeError, ValueError, list, list]
@@ -128,7 +128,7 @@ def test_a_rank_of_a_shared_engine_that_fails_waits_for_nobody():
         raise AssertionError("a collective")
 
     with pytest.raises(ValueError, match="out of blocks"):
-        Pool(2, 2, 0, never).generate(FakeEngine(broken=True), [[5]], SAMPLING, seeds=[0])
+        pooled(Pool(2, 2, 0, never), FakeEngine(broken=True), [[5]], SAMPLING, seeds=[0])
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def share(rank: int, tp: int) -> list[Completion]:
     size = pool_size(2, tp)
     pool = Pool(2, tp, rank % size, lambda value: strategy.all_gather_objects(value, size))
     prompts, seeds = requests_of(rank // 2)
-    return pool.generate(FakeEngine(), prompts, SAMPLING, seeds=seeds)
+    return pooled(pool, FakeEngine(), prompts, SAMPLING, seeds=seeds)
 
 
 @pytest.mark.slow

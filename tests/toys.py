@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from lightning_rlhf import FSDPUlyssesStrategy, PromptDataModule, RLHFLightningModule, RolloutCallback, Sampling
 from lightning_rlhf.modules.policy import Critic, Policy
 from lightning_rlhf.packing import Packed
+from lightning_rlhf.rollout.sharing import Pool
+from lightning_rlhf.types import Completion
 
 TINY_MODULE = {"model": "random:tiny", "lr": 3e-3, "micro_batch_tokens": 4096}
 
@@ -106,6 +108,12 @@ def assert_equal_to_stock(results: list[Results], stock: Results, frozen: str = 
                 torch.testing.assert_close(grads[name], wanted[name], rtol=1e-4, atol=atol, msg=name)
         assert all_grads[1]["value_head.weight"].any()
     assert set().union(*(own for own, *_ in results)) == outputs.keys()
+
+
+def pooled(pool: Pool, *args: Any, **kwargs: Any) -> list[Completion]:
+    """The responses to this data rank's requests, as the `RolloutCallback` gets them."""
+    run, own = pool.share(*args, **kwargs)
+    return pool.collect(run)[own]
 
 
 def prompts() -> list[dict[str, str]]:

@@ -2,6 +2,7 @@
 
     on_train_batch_start    offload optimizer → wake(weights) → sync → offload parameters → wake(kv_cache) → generate → sleep
                             → reload both
+      async_level 1         take the responses of this iteration, or generate → sync → start those of the next, see `ahead`
     on_validation_start     wake, sync, once per validation loop; generate per batch; sleep at its end
 
 Every generation phase first compares the engine's weight version with the module's and syncs when they differ. The first sync
@@ -14,7 +15,7 @@ and everything is reloaded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,16 +28,18 @@ from jsonargparse.typing import NonNegativeInt, PositiveFloat
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_rlhf.callbacks.ahead import Ahead
 from lightning_rlhf.callbacks.faults import agreed, check_lengths, makes_room, told_by_settings, watched
 from lightning_rlhf.callbacks.offload import HostMemory
 from lightning_rlhf.plan import Plan, Run, make_plan, problems, read_run
 from lightning_rlhf.plan.checks import too_long
 from lightning_rlhf.plan.ladder import Ladder, Switch
+from lightning_rlhf.plan.memory import Rung
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
 from lightning_rlhf.rollout.sharing import Pool, engine_share, pool_size
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.weights import gather, with_checksum
-from lightning_rlhf.types import Prompts, Rollout, Sampling, derive_seed
+from lightning_rlhf.types import Completion, Prompts, Rollout, Sampling, derive_seed
 
 if TYPE_CHECKING:
     from lightning_rlhf.modules.base import RLHFLightningModule
@@ -58,6 +61,9 @@ class RolloutCallback(pl.Callback):
         verify_sync_every: compare checksums on the first sync and on every n-th; 0 never.
         log_probs_every: take the sampler's log-probs in every n-th iteration, to measure how far the engine is from the
             trainer; they slow vLLM down; 0 never. They do not touch the loss.
+        async_level: 1 generates the next iteration's responses beside the update of this one, by a policy that is one update
+            older, see `ahead`. It needs ``model.correction`` and memory for both, and slows both down: it pays where a few long
+            responses keep the GPU idle.
         timeout_s: seconds that one step of a rollout (sync, wake, generate, sleep) may take; then the process ends and shows
             where it hung. Null is no limit: only you know how long the longest generation is.
     """
@@ -73,6 +79,7 @@ class RolloutCallback(pl.Callback):
         log_probs_every: NonNegativeInt = 10,
         offload_parameters: Switch = "auto",
         timeout_s: PositiveFloat | None = None,
+        async_level: Literal[0, 1] = 0,
     ) -> None:
         if sampling.temperature <= 0.0:
             raise ValueError(
@@ -83,7 +90,14 @@ class RolloutCallback(pl.Callback):
         self.val_sampling = val_sampling or replace(
             sampling, num_generations=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0
         )
-        self.ladder = Ladder(sleep_level, offload_optimizer, offload_parameters)
+        if async_level and (sleep_level not in ("auto", 0) or True in (offload_optimizer, offload_parameters)):
+            raise ValueError(
+                "rollout.async_level: 1 keeps the engine awake beside the trainer: leave out sleep_level, offload_optimizer and"
+                " offload_parameters"
+            )
+        self.async_level = async_level
+        awake = Ladder(0, False, False)
+        self.ladder = awake if async_level else Ladder(sleep_level, offload_optimizer, offload_parameters)
         self.rung = self.ladder.usual
         self.plan: Plan | None = None
         self._host = HostMemory()
@@ -91,6 +105,9 @@ class RolloutCallback(pl.Callback):
         self.log_probs_every = log_probs_every
         self.timeout_s = timeout_s
         self._syncs = 0
+        self._ahead = Ahead()
+        self._own = slice(0)
+        self._settle: Callable[[], None] = lambda: None
 
     # -- engine life -------------------------------------------------------------------------------
 
@@ -111,6 +128,8 @@ class RolloutCallback(pl.Callback):
         self._pool = Pool(sp, tp, module.strategy.global_rank % size, gather_objects)
         self.engine.weight_version = -1  # it may hold the weights of another module
         self._host = HostMemory()  # its buffers are those of one module
+        self._ahead, self._all_gather = Ahead(), module.strategy.all_gather_objects_dp
+        self._settle = partial(self._settle_ahead, module)
 
     def _engine_setup(self, trainer: pl.Trainer, module: RLHFLightningModule, stage: str) -> EngineSetup:
         run, strategy, data = run_of(trainer, module, self), module.strategy, getattr(trainer, "datamodule", None)
@@ -142,6 +161,7 @@ class RolloutCallback(pl.Callback):
             trust_remote_code=module.settings.trust_remote_code,
             config_overrides=module.settings.config_overrides,
             kv_cache_memory_bytes=self._choose_rung(trainer, module, stage),
+            beside=self.async_level > 0,
         )
 
     def _choose_rung(self, trainer: pl.Trainer, module: RLHFLightningModule, stage: str) -> int | None:
@@ -167,6 +187,7 @@ class RolloutCallback(pl.Callback):
         return None if plan.engine.least is None else plan.engine.kv_cache
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._ahead.wait()
         try:
             self.engine.close()
         except Exception:
@@ -179,13 +200,65 @@ class RolloutCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: dict[str, Any], batch_idx: int
     ) -> None:
         module: RLHFLightningModule = pl_module  # type: ignore[assignment]
-        iteration = trainer.fit_loop.total_batch_idx
-        self._wake(trainer, module)
+        iteration, prompts = trainer.fit_loop.total_batch_idx, batch["prompts"]
         log_probs = self.log_probs_every > 0 and iteration % self.log_probs_every == 0
-        batch["rollout"] = self._generate(module, batch["prompts"], self.sampling, iteration, log_probs)
-        self._sleep(trainer, module)
+        if self.async_level and self._is_there(iteration, prompts):
+            batch["rollout"] = Rollout.build(prompts, self._ahead.take(prompts.index.tolist()), self.sampling)
+            module.extra_metrics |= {"rollout/staleness": 1.0, "rollout/ahead_s": self._ahead.seconds}
+        else:
+            self._wake(trainer, module)
+            batch["rollout"] = self._generate(module, prompts, self.sampling, iteration, log_probs)
+        if self.async_level:
+            self._start_next(trainer, module, iteration + 1)
+        else:
+            self._sleep(trainer, module)
+
+    def _is_there(self, iteration: int, prompts: Prompts) -> bool:
+        """Whether the responses of this iteration were generated beside the last one's update."""
+        self._settle()
+        if self._ahead.iteration != iteration:
+            return False
+        everywhere = all(self._all_gather(self._ahead.has(prompts.index.tolist())))
+        if not everywhere:  # resumed with other data
+            self._ahead.clear()
+        return everywhere
+
+    def _start_next(self, trainer: pl.Trainer, module: RLHFLightningModule, iteration: int) -> None:
+        """Begin to generate for the next iteration, if there is one, with the weights of now."""
+        epoch, number = divmod(iteration, int(trainer.num_training_batches))
+        if 0 <= trainer.max_steps <= trainer.global_step + 1 or epoch == trainer.max_epochs:
+            return
+        prompts = trainer.train_dataloader.batch_at(epoch, number)["prompts"]  # type: ignore[union-attr]
+        self._wake(trainer, module)
+        run, self._own = self._share(module, prompts, self.sampling, iteration, True)
+        self._ahead.start(iteration, prompts.index.tolist(), run, module.strategy.root_device)
+
+    def _settle_ahead(self, module: RLHFLightningModule) -> None:
+        """Wait for the generation beside the update, if one runs: the engine is free then."""
+        if self._ahead.running:
+            with self._step(module, "generate"):
+                self._ahead.settle(lambda run: self._pool.collect(run)[self._own])
+
+    def state_dict(self) -> dict[str, Any]:
+        self._settle()
+        return self._ahead.state(self._all_gather)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.async_level:
+            self._ahead.load(state_dict)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.async_level and not hasattr(trainer.train_dataloader, "batch_at"):
+            raise ValueError(
+                "rollout.async_level: 1 must know the next batch before it is due: use PromptDataModule, or give your loader a"
+                " method batch_at(epoch, number)"
+            )
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._settle()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._settle()
         self._wake(trainer, pl_module)  # type: ignore[arg-type]
 
     def on_validation_batch_start(
@@ -211,7 +284,7 @@ class RolloutCallback(pl.Callback):
         if self.rung.offload_optimizer:
             with self._step(module, "offload"):
                 self._host.offload_states(trainer.optimizers)
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and self.rung != Rung(0, False, False):
             torch.cuda.empty_cache()
         with self._step(module, "wake", "weights"):
             self.engine.wake(["weights"])
@@ -263,21 +336,25 @@ class RolloutCallback(pl.Callback):
     def _generate(
         self, module: RLHFLightningModule, prompts: Prompts, sampling: Sampling, iteration: int, log_probs: bool
     ) -> Rollout:
-        n = sampling.num_generations
-        seeds = [derive_seed(module.seed, iteration, row, i) for row in prompts.index.tolist() for i in range(n)]
-        shown = {"images": [one for one in prompts.images for _ in range(n)]} if prompts.images else {}
+        with self._step(module, "generate"):
+            run, own = self._share(module, prompts, sampling, iteration, log_probs)
+            return Rollout.build(prompts, self._pool.collect(run)[own], sampling)
+
+    def _share(
+        self, module: RLHFLightningModule, prompts: Prompts, sampling: Sampling, iteration: int, log_probs: bool
+    ) -> tuple[Callable[[], list[Completion]], slice]:
+        """See `Pool.share`."""
         with self._step(module, "generate"):  # of its own: a rank that fails must not miss the exchanges of the pool
             check_lengths(prompts, self._context)
-        with self._step(module, "generate"):
-            completions = self._pool.generate(
-                self.engine,
-                [ids for ids in prompts.ids for _ in range(n)],
-                sampling,
-                seeds=seeds,
-                log_probs=log_probs,
-                **shown,
-            )
-            return Rollout.build(prompts, completions, sampling)
+        n = sampling.num_generations
+        return self._pool.share(
+            self.engine,
+            [ids for ids in prompts.ids for _ in range(n)],
+            sampling,
+            seeds=[derive_seed(module.seed, iteration, row, i) for row in prompts.index.tolist() for i in range(n)],
+            log_probs=log_probs or (module.correction is not None and iteration >= 0),
+            images=[one for one in prompts.images for _ in range(n)] if prompts.images else None,
+        )
 
     @contextmanager
     def _step(self, module: RLHFLightningModule, phase: str, part: str = "") -> Iterator[None]:

@@ -34,13 +34,21 @@ from lightning_rlhf.modules.batching import MicroBatch, Split, micro_batches, mi
 from lightning_rlhf.modules.experience import gather_experience
 from lightning_rlhf.modules.gradients import clip_roles
 from lightning_rlhf.modules.lora import trained_matrices
-from lightning_rlhf.modules.losses import Aggregation, KLKind, kl_estimate, token_weights
+from lightning_rlhf.modules.losses import (
+    Aggregation,
+    Correction,
+    KLKind,
+    importance_weights,
+    kl_estimate,
+    token_weights,
+)
 from lightning_rlhf.modules.metrics import Metrics
 from lightning_rlhf.modules.policy import Critic, Policy
 from lightning_rlhf.modules.report import (
     Alarms,
     ValidationMetrics,
     add_completions,
+    add_importance,
     add_mismatch,
     add_scores,
     constant_groups,
@@ -99,6 +107,8 @@ class RLHFLightningModule(ModelRoles):
         clip_dual: bound of the loss at negative advantages, in units of the advantage; null switches it off.
         entropy_coef: weight of the entropy bonus.
         kl: distance to the frozen reference.
+        correction: importance weights for responses that another policy drew, the engine's roundings included; the engine then
+            returns log-probs in every iteration. ``{}`` takes its defaults; null is none.
         mask_truncated: leave responses out that hit ``max_completion_length``.
         ppo_epochs: passes over a rollout.
         mini_batches: optimizer steps per pass.
@@ -134,6 +144,7 @@ class RLHFLightningModule(ModelRoles):
         clip_dual: float | None = 3.0,
         entropy_coef: NonNegativeFloat = 0.0,
         kl: KL = KL(),
+        correction: Correction | None = None,
         mask_truncated: bool = False,
         ppo_epochs: PositiveInt = 1,
         mini_batches: PositiveInt = 1,
@@ -155,7 +166,7 @@ class RLHFLightningModule(ModelRoles):
         self._check_estimator()
         self.loss_function = _function(loss, losses, "model.loss")
         self.aggregation, self.mask_truncated = aggregation, mask_truncated
-        self.entropy_coef, self.kl = entropy_coef, kl
+        self.entropy_coef, self.kl, self.correction = entropy_coef, kl, correction
         self.clip = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual}
         self.ppo_epochs, self.mini_batches, self.micro_batch_tokens = ppo_epochs, mini_batches, micro_batch_tokens
         self.optimizer = optimizer
@@ -374,6 +385,8 @@ class RLHFLightningModule(ModelRoles):
         old = log_probs.detach() if experience.old_log_probs is None else experience.old_log_probs[rows, :width]
         assert experience.advantages is not None
         token_losses, token_metrics = self.policy_loss(log_probs, old, experience.advantages[rows, :width], mask)
+        if self.correction is not None:
+            token_losses = token_losses * self.corrected(experience, batch, old, mask, weights, metrics)
         loss = _weighted(weights, token_losses)
         metrics.sum("actor/pg_loss", loss.detach() / steps)
         if self.entropy_coef > 0.0:
@@ -390,6 +403,28 @@ class RLHFLightningModule(ModelRoles):
             metrics.mean(f"actor/{name}", value, weights)
         if experience.sampler_log_probs is not None:
             add_mismatch(metrics, old, experience.sampler_log_probs[rows, :width], mask)
+
+    def corrected(
+        self,
+        experience: Experience,
+        batch: MicroBatch,
+        old: Float[Tensor, "b T"],
+        mask: Float[Tensor, "b T"],
+        weights: Float[Tensor, "b T"],
+        metrics: Metrics,
+    ) -> Float[Tensor, "b T"]:
+        """The importance weights of a micro-batch.
+
+        Raises:
+            RuntimeError: the engine returned no log-probs.
+        """
+        assert self.correction is not None
+        if experience.sampler_log_probs is None:
+            raise RuntimeError("model.correction needs the engine's log-probs, and the rollout has none")
+        sampler = experience.sampler_log_probs[batch.rows, : batch.width]
+        found = importance_weights(old, sampler, mask, self.correction)
+        add_importance(metrics, found, weights * sampler.isfinite(), self.correction.cap)
+        return found
 
     def optimizer_step_of_iteration(self, metrics: Metrics, last: bool) -> None:
         """Clip and check each role, then step once; a role without a finite norm keeps its weights and is counted."""

@@ -10,6 +10,8 @@ r"""Losses of policy and critic as plain functions: per-token losses first, weig
     k1 = d      abs = |d|      k2 = d²/2      k3 = clamp(e^c - c - 1, ±10)
     suffix +   the value of the estimator, the gradient of k2
 
+    rollout correction   Σ_t w_t · c_t · l_t      c = min(exp(old_log_probs - sampler_log_probs), cap)
+
 Constraints. Weights must come from the masks of the WHOLE optimizer step (all ranks, all micro-batches); a
 micro-batch then takes its rows of them, and the sums of any split add up to the loss. ``mask`` is 1 on the tokens
 that count; whatever stands elsewhere (1e3, NaN) reaches neither loss nor gradient. Metrics are detached (B, T)
@@ -19,10 +21,12 @@ tensors: the caller averages them with the loss's token weights, so that they to
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
+from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
@@ -80,6 +84,50 @@ def ppo(
         "ppo_kl": -log_ratio.detach(),
     }
     return losses, metrics
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Truncated importance weights between the engine that sampled and the policy that the update begins with.
+
+    Args:
+        level: token: each token its own ratio; sequence: the product of a response's ratios for all of its tokens.
+        cap: larger weights become this one (Espeholt et al., 2018, "IMPALA").
+        floor: smaller ones become 0, and so do those above ``cap`` (IcePop); None leaves them.
+    """
+
+    level: Literal["token", "sequence"] = "token"
+    cap: PositiveFloat = 2.0
+    floor: NonNegativeFloat | None = None
+
+    def __post_init__(self) -> None:
+        if self.floor is not None and self.floor >= self.cap:
+            raise ValueError(f"model.correction.floor must be below cap={self.cap:g}, got {self.floor:g}")
+
+
+def importance_weights(
+    old_log_probs: Float[Tensor, "B T"],
+    sampler_log_probs: Float[Tensor, "B T"],
+    mask: Float[Tensor, "B T"],
+    correction: Correction,
+) -> Float[Tensor, "B T"]:
+    """exp(old - sampler), bounded; 1 where either is no number, and 0 where the mask is. No gradient.
+
+    Args:
+        old_log_probs: of the policy that the update begins with, by the trainer.
+        sampler_log_probs: of the policy and the engine that drew the tokens, by that engine.
+        mask: 1 on the tokens that count; rows are whole responses.
+    """
+    on = mask > 0
+    known = on & sampler_log_probs.isfinite() & old_log_probs.isfinite()
+    log_ratio = torch.where(known, old_log_probs.detach() - sampler_log_probs, 0)
+    if correction.level == "sequence":
+        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
+    free = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    weights = free.clamp(max=correction.cap)
+    if correction.floor is not None:
+        weights = torch.where((free >= correction.floor) & (free <= correction.cap), free, 0)
+    return weights * on
 
 
 def value_loss(

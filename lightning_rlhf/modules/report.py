@@ -51,6 +51,13 @@ def add_mismatch(metrics: Metrics, log_probs: Tensor, sampler_log_probs: Tensor,
     metrics.mean("rollout/logprob_nonfinite_ratio", ~finite, mask)
 
 
+def add_importance(metrics: Metrics, found: Tensor, weights: Tensor, cap: float) -> None:
+    """Importance weights of the tokens of one micro-batch, each (b, T), averaged by their share in the loss."""
+    metrics.mean("rollout/is_weight", found, weights)
+    metrics.mean("rollout/is_weight_square", found.square(), weights)
+    metrics.mean("rollout/is_capped_ratio", (found >= cap) | (found == 0), weights)
+
+
 def constant_groups(experience: Experience) -> float:
     """Share of the groups whose usable responses all scored the same: nothing is learned from them."""
     scores = experience.rewards.sum(1)
@@ -63,9 +70,12 @@ def constant_groups(experience: Experience) -> float:
 
 
 def finish(reduced: dict[str, float]) -> dict[str, float]:
-    """Deviation from the square; a mean reward that no response has is NaN, not absent."""
+    """Deviation from the square, effective sample size (Kish) from that of the weights; a mean reward that no response has is
+    NaN, not absent."""
     square = reduced.pop("reward/square", torch.nan)
     mean = reduced.setdefault("reward/mean", torch.nan)
+    if "rollout/is_weight" in reduced:  # share of the tokens that as many equal weights would be worth
+        reduced["rollout/is_ess"] = reduced["rollout/is_weight"] ** 2 / (reduced.pop("rollout/is_weight_square") or 1.0)
     return reduced | {"reward/std": max(0.0, square - mean**2) ** 0.5}
 
 

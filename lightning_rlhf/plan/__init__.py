@@ -121,6 +121,7 @@ def make_plan(
     options = Options(
         optimizer_bytes=optimizer_bytes(module.optimizer, run.param_dtype),
         rung=rollout.ladder.usual,
+        beside=run.async_level > 0,
         offload_reference=settings.offload_reference,
         offload_activations=settings.offload_activations,
         recomputed=settings.recomputed,
@@ -177,11 +178,12 @@ def _memory_problems(plan: Plan) -> list[Problem]:
             " rollout.engine.gpu_memory_utilization or kv_cache_memory_bytes"
         )
         found.append(Problem("error", message))
+    advice = "set rollout.async_level: 0" if plan.run.async_level else "raise rollout.sleep_level"
     for phase in plan.phases if plan.fixed else [plan.choice.peak]:
         if phase.total > plan.device_memory:
             message = (
                 f"{phase.name} is estimated at {phase.total / GIB:.0f} GiB of the GPU's {plan.device_memory / GIB:.0f},"
-                f" most of it {_remedy(phase)}"
+                f" most of it {_remedy(phase, advice)}"
             )
             state = sum(phase.parts.get(name, 0) for name in ("parameters", "reference", "optimizer", "gradients"))
             sure = (
@@ -195,14 +197,14 @@ def _memory_problems(plan: Plan) -> list[Problem]:
     return found
 
 
-def _remedy(phase: Phase) -> str:
+def _remedy(phase: Phase, awake_advice: str) -> str:
     """The largest part, and what makes it smaller."""
     largest = max(phase.parts, key=lambda name: phase.parts[name])
     switch = "offload_optimizer" if largest == "optimizer" else "offload_parameters"
     if phase.name == "rollout" and largest in ("optimizer", "parameters", "reference"):
         return f"{largest}: {_REMEDIES[largest]}, or set rollout.{switch}"
     awake = phase.name != "rollout" and largest == "engine"
-    return f"{largest}: {_REMEDIES[largest]}" + (", or raise rollout.sleep_level" if awake else "")
+    return f"{largest}: {_REMEDIES[largest]}" + (f", or {awake_advice}" if awake else "")
 
 
 _REMEDIES = {

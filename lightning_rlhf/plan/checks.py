@@ -25,7 +25,7 @@ class Problem:
 
 def problems(run: Run) -> list[Problem]:
     """All that is wrong with a run, errors first."""
-    checks = (meshes, attention, heads, lengths, batches, engine, rounding)
+    checks = (meshes, attention, heads, lengths, batches, engine, off_policy, rounding)
     found = [problem for check in checks for problem in check(run)]
     return sorted(found, key=lambda problem: problem.kind)  # stable
 
@@ -126,6 +126,28 @@ def engine(run: Run) -> Iterator[Problem]:
             "error",
             f"the engine's context of {limit} tokens must hold the longest sequence of {run.longest} (prompt + response):"
             " raise or leave out max_model_len in rollout.engine.engine_args",
+        )
+
+
+def off_policy(run: Run) -> Iterator[Problem]:
+    """Responses of an older policy are weighed, by log-probs that are comparable."""
+    if run.async_level and not run.corrected:
+        yield Problem(
+            "error",
+            "rollout.async_level: 1 trains on responses of the policy before the last update: set model.correction, {} for its"
+            " defaults",
+        )
+    if run.async_level and run.engine_ranks > 1:
+        yield Problem(
+            "error",
+            f"rollout.async_level: 1 cannot have engines of several ranks, got rollout.engine.tensor_parallel_size="
+            f"{run.engine_ranks}: set it to 1, or async_level to 0",
+        )
+    if run.corrected and run.truncated:
+        yield Problem(
+            "error",
+            "model.correction needs responses that are drawn from all tokens: set rollout.sampling.top_p to 1, top_k and min_p to"
+            " 0, or leave out model.correction",
         )
 
 

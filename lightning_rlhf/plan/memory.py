@@ -81,6 +81,7 @@ class Options:
     Args:
         optimizer_bytes: state per element of a trained parameter.
         rung: what leaves the GPU during rollouts and between them.
+        beside: the engine generates while the trainer works.
         offload_reference: it lives on the host.
         offload_activations: what layers keep for backward waits on the host, but for two of them.
         recomputed: which layers are run again in backward, see `ModelSettings`.
@@ -92,6 +93,7 @@ class Options:
 
     optimizer_bytes: float
     rung: Rung
+    beside: bool
     offload_reference: bool
     offload_activations: bool
     recomputed: str
@@ -104,7 +106,7 @@ class Options:
 def phases(run: Run, roles: list[Role], options: Options, engine: EngineMemory) -> list[Phase]:
     """The phases of an iteration in their order."""
     held = resident(run, roles, options)
-    asleep = {"engine": engine.idle if options.rung.sleep_level == 0 else 0}
+    asleep = {"engine": engine.total if options.beside else 0 if options.rung.sleep_level else engine.idle}
     trained = [role for role in roles if role.trained]
     rollout = held | {"engine": engine.total, "gather buffer": min(BUCKET, engine.weights)}
     if options.rung.offload_optimizer:

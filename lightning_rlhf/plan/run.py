@@ -48,6 +48,9 @@ class Run:
         mini_batches: optimizer steps per pass.
         micro_batch_tokens: of one forward and backward pass on one GPU.
         engine: generates the responses.
+        async_level: 1 if it does so beside the update.
+        corrected: importance weights between engine and trainer.
+        truncated: training responses are drawn from a part of the vocabulary.
     """
 
     world_size: int
@@ -69,6 +72,9 @@ class Run:
     mini_batches: int
     micro_batch_tokens: int
     engine: RolloutEngine
+    async_level: int = 0
+    corrected: bool = False
+    truncated: bool = False
 
     @property
     def sequence_ranks(self) -> int:
@@ -199,6 +205,9 @@ def read_run(
         mini_batches=module.mini_batches,
         micro_batch_tokens=module.micro_batch_tokens,
         engine=rollout.engine,
+        async_level=rollout.async_level,
+        corrected=module.correction is not None,
+        truncated=rollout.sampling.truncated,
     )
 
 

@@ -40,6 +40,7 @@ class EngineSetup:
         trust_remote_code: as the user asked.
         config_overrides: changes of the model's transformers config.
         kv_cache_memory_bytes: size of the KV cache by the plan; None where that is the engine's to know.
+        beside: it generates in a thread of its own while the trainer works on the same GPU.
     """
 
     model: str
@@ -53,6 +54,7 @@ class EngineSetup:
     trust_remote_code: bool = False
     config_overrides: dict[str, Any] | None = None
     kv_cache_memory_bytes: int | None = None
+    beside: bool = False
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Pool:
     def size(self) -> int:
         return pool_size(self.sp, self.tp)
 
-    def generate(
+    def share(
         self,
         engine: RolloutEngine,
         prompts: Sequence[Sequence[int]],
@@ -50,13 +50,14 @@ class Pool:
         seeds: Sequence[int],
         log_probs: bool = False,
         images: Sequence[PromptImages | None] | None = None,
-    ) -> list[Completion]:
-        """As `RolloutEngine.generate`, for the requests of this data rank, with the work of the pool spread over its engines.
+    ) -> tuple[Callable[[], list[Completion]], slice]:
+        """`RolloutEngine.generate` for the requests of this data rank, with the work of the pool spread over its engines.
 
-        A collective of the pool. The ranks of a data rank get the same objects, whatever their engines' kernels do.
+        A collective of the pool, if that is more than a data rank.
 
-        Raises:
-            RuntimeError: an engine of another rank failed; the message is its error.
+        Returns:
+            The work of this rank's engine, to be done by `collect` or before it; only with ``tp`` above 1 does it talk to other
+            ranks. And which of the pool's responses are this data rank's.
         """
         own = list(zip(prompts, seeds, images or [None] * len(prompts), strict=True))
         shares: list[Any] = [own]
@@ -71,12 +72,19 @@ class Pool:
             pictures = {"images": shown} if any(shown) else {}
             return engine.generate(ids, sampling, seeds=draws, log_probs=log_probs, **pictures)
 
-        responses = run() if self.sp == 1 else self._collect(run)
         before = sum(map(len, shares[: self.rank // self.sp]))
-        return responses[before : before + len(own)]
+        return run, slice(before, before + len(own))
 
-    def _collect(self, run: Callable[[], list[Completion]]) -> list[Completion]:
-        """The responses of all engines of the pool, or an error on every rank."""
+    def collect(self, run: Callable[[], list[Completion]]) -> list[Completion]:
+        """The responses of all engines of the pool. A collective of the pool.
+
+        The ranks of a data rank get the same objects, whatever their engines' kernels do.
+
+        Raises:
+            RuntimeError: an engine of another rank failed; the message is its error.
+        """
+        if self.sp == 1:
+            return run()
         done: list[Completion] = []
         failure: Exception | None = None
         try:

@@ -20,6 +20,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -32,9 +33,11 @@ from lightning_rlhf.rollout.engine import EngineMemory, EngineSetup, NamedTensor
 from lightning_rlhf.rollout.vllm_process import (
     check_version,
     claim_process,
+    forget_stream,
     fork_rng,
     gather_ranks,
     held_by_rank,
+    high_priority_streams,
     is_moe,
     keep_off_shared_memory,
     paused_gc,
@@ -149,7 +152,8 @@ class VLLMEngine(RolloutEngine):
             if context.device.type == "cpu":
                 keep_off_shared_memory()
 
-            self.llm = LLM(**self._llm_arguments(context))
+            with high_priority_streams() if context.beside else nullcontext():
+                self.llm = LLM(**self._llm_arguments(context))
         self._asleep = set()
         self._worker = self.llm.llm_engine.model_executor.driver_worker.worker
         self._config = self._worker.vllm_config
@@ -372,6 +376,7 @@ class VLLMEngine(RolloutEngine):
         requests = [_request(prompt, one, names.get(id(one))) for prompt, one in zip(prompts, shown, strict=True)]
         if len(parameters) != len(requests):
             raise ValueError(f"there must be one seed per prompt, got {len(parameters)} for {len(requests)}")
+        forget_stream(self._worker.model_runner)
         try:
             with fork_rng(self.context.device), paused_gc():
                 outputs = self.llm.generate(requests, parameters, use_tqdm=False)

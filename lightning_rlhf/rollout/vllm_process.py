@@ -6,8 +6,9 @@ import gc
 import os
 import random
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
+from threading import current_thread, main_thread
 from typing import Any
 
 import numpy
@@ -42,8 +43,30 @@ def unchanged_process_state(device: torch.device) -> Iterator[None]:
 
 
 def fork_rng(device: torch.device) -> AbstractContextManager[None]:
-    """Keep torch's generators as they are: vLLM seeds them at its start, and some of its samplers draw from them."""
+    """Keep torch's generators as they are: vLLM seeds them at its start, and some of its samplers draw from them.
+
+    Not in a thread beside the trainer, whose own draws would be undone.
+    """
+    if current_thread() is not main_thread():
+        return nullcontext()
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+@contextmanager
+def high_priority_streams() -> Iterator[None]:
+    """Streams made meanwhile run before others. CUDA graphs keep the priority they are captured with, and vLLM captures on a
+    stream of its own making."""
+    stream = torch.cuda.Stream
+
+    class Urgent(stream):  # type: ignore[misc, valid-type]
+        def __new__(cls, device: Any = None, priority: int = -1, **kwargs: Any) -> Any:
+            return super().__new__(cls, device, priority, **kwargs)
+
+    torch.cuda.Stream = Urgent  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        torch.cuda.Stream = stream  # type: ignore[misc]
 
 
 @contextmanager
@@ -97,6 +120,11 @@ def reset_encoder_cache(llm: Any) -> None:
             f"vLLM {version_installed()} cannot drop its cache of images after a weight sync: upgrade it"
         )
     reset()
+
+
+def forget_stream(model_runner: Any) -> None:
+    """Let it take the stream of the thread that generates: newer runners keep the first one they see."""
+    vars(model_runner).pop("main_stream", None)
 
 
 def is_moe(model_config: Any) -> bool:

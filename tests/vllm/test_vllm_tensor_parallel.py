@@ -12,7 +12,7 @@ from test_vllm_engine import GREEDY, assert_same, missing, named, oracle, policy
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from toys import spawn
+from toys import pooled, spawn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config
 
 from lightning_rlhf import FSDPUlyssesStrategy
@@ -89,7 +89,7 @@ def one_engine_on_both(rank: int, folder: str) -> list[bool | None]:
     for mode in ("layerwise", "plain"):
         engine._sync_mode = mode
         found.append(load(engine, gather(named(model), torch.float32)))
-        outputs.append(pool.generate(engine, prompts, GREEDY, **arguments))
+        outputs.append(pooled(pool, engine, prompts, GREEDY, **arguments))
         full = policy()
         with torch.no_grad():
             for name, tensor in gather(named(model), torch.float32):
@@ -103,8 +103,8 @@ def one_engine_on_both(rank: int, folder: str) -> list[bool | None]:
     assert outputs[0] != outputs[1]
     load(engine, iter(named(full)))
     with pytest.raises(ValueError, match="got 128"):  # of one rank, and an error on both
-        pool.generate(engine, [[5] * (128 if rank else 3)], GREEDY, seeds=[0])
-    assert pool.generate(engine, prompts, GREEDY, **arguments) == outputs[1]
+        pooled(pool, engine, [[5] * (128 if rank else 3)], GREEDY, seeds=[0])
+    assert pooled(pool, engine, prompts, GREEDY, **arguments) == outputs[1]
     found += stale(engine, full, rank)
     engine.close()
     engine = build(model=folder)

@@ -1,0 +1,223 @@
+"""Responses generated beside the update: one update behind, the same however the threads run, and kept by checkpoints."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from test_plan import run_of
+from toys import TINY_MODULE, even_tokens, fit
+
+import lightning_rlhf.callbacks.ahead as ahead_module
+from lightning_rlhf import FSDPUlyssesStrategy, GRPOLightningModule, RolloutCallback, Sampling
+from lightning_rlhf.callbacks.ahead import Ahead
+from lightning_rlhf.modules.losses import Correction
+from lightning_rlhf.plan.checks import problems
+from lightning_rlhf.rollout import TransformersEngine, VLLMEngine
+from lightning_rlhf.types import Completion
+
+OWN = ("actor/", "reward", "completions/", "rollout/is", "rollout/logprob", "rollout/staleness")
+
+
+class Watched(TransformersEngine):
+    """Notes the version of the weights, and where each generation ran."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        super().__init__()
+        self.versions: list[int] = []
+        self.threads: list[str] = []
+        self.fails_at, self.closed = fails_at, False
+
+    def generate(self, prompts, sampling, **arguments):
+        self.versions.append(self.weight_version)
+        self.threads.append(threading.current_thread().name)
+        if len(self.versions) - 1 == self.fails_at:
+            raise ValueError("out of blocks")
+        return super().generate(prompts, sampling, **arguments)
+
+    def close(self) -> None:
+        self.closed = True
+        super().close()
+
+
+class Save(pl.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)
+
+
+class Inline:
+    """Stands in for `Thread`: the work is done when it is started."""
+
+    def __init__(self, target: Any, **_: Any) -> None:
+        self.start = target
+
+    def join(self) -> None: ...
+
+
+def module(**options: Any) -> GRPOLightningModule:
+    return GRPOLightningModule(**TINY_MODULE, reward=[even_tokens], correction=Correction(), **options)
+
+
+def run(folder: Path, iterations: int = 4, engine: Any = None, model: Any = None, **options: Any) -> Any:
+    """(metrics of each iteration, weights at the end) of a run that generates ahead."""
+    model = model or module()
+    rollout = {"engine": engine or TransformersEngine(), "async_level": options.pop("async_level", 1)}
+    rows = fit(model, folder, iterations, rollout, num_generations=4, **options)
+    own = [{name: value for name, value in row.items() if name.startswith(OWN)} for row in rows]
+    return own, {name: p.full_tensor().clone() for name, p in model.actor.named_parameters()}
+
+
+def assert_equal(left: Any, right: Any, since: int = 0) -> None:
+    assert left[0][since:] == right[0]
+    assert all(torch.equal(tensor, right[1][name]) for name, tensor in left[1].items())
+
+
+def test_responses_are_one_update_behind_and_none_are_drawn_in_vain(tmp_path):
+    engine = Watched()
+    rows, _ = run(tmp_path / "ahead", engine=engine)
+    assert engine.versions == [0, 0, 1, 2]
+    assert engine.threads == ["MainThread", *["generate ahead"] * 3]
+    assert [row.get("rollout/staleness") for row in rows] == [None, 1.0, 1.0, 1.0]
+    assert rows[0]["rollout/logprob_diff_max"] < 1e-4 < rows[1]["rollout/logprob_diff_max"]
+    assert rows[0]["rollout/is_ess"] > 1 - 1e-6 > rows[2]["rollout/is_ess"] > 0.9
+    engine = Watched()
+    run(tmp_path / "plain", engine=engine, async_level=0)
+    assert engine.versions == [0, 1, 2, 3]
+
+
+def test_a_run_is_the_same_without_threads(tmp_path, monkeypatch):
+    beside = run(tmp_path / "beside")
+    monkeypatch.setattr(ahead_module, "Thread", Inline)
+    assert_equal(beside, run(tmp_path / "inline"))
+
+
+def test_generation_runs_beside_the_update(tmp_path):
+    """Each waits for the other to have begun: one after the other they would never end."""
+    updating, generating = threading.Event(), threading.Event()
+
+    class Waits(TransformersEngine):
+        def generate(self, prompts, sampling, **arguments):
+            if threading.current_thread() is not threading.main_thread():
+                generating.set()
+                assert updating.wait(60)
+                updating.clear()
+            return super().generate(prompts, sampling, **arguments)
+
+    class Meets(GRPOLightningModule):
+        def update(self, experience):
+            if self.trainer.global_step < 2:
+                assert generating.wait(60)
+                generating.clear()
+                updating.set()
+            return super().update(experience)
+
+    model = Meets(**TINY_MODULE, reward=[even_tokens], correction=Correction())
+    assert len(run(tmp_path, 3, Waits(), model)[0]) == 3
+
+
+def test_a_resumed_run_trains_on_the_responses_that_the_checkpoint_holds(tmp_path):
+    whole = run(tmp_path / "whole", callbacks=[Save(tmp_path / "ck")])
+    engine = Watched()
+    rest = run(tmp_path / "rest", engine=engine, ckpt_path=str(tmp_path / "ck"))
+    assert_equal(whole, rest, since=2)
+    assert engine.versions == [1]  # for iteration 3, after one update here: those of iteration 2 were there
+    assert rest[0][0]["rollout/staleness"] == 1.0
+
+
+def test_other_data_or_no_async_level_leave_the_responses_of_a_checkpoint_alone(tmp_path, monkeypatch):
+    run(tmp_path / "whole", callbacks=[Save(tmp_path / "ck")])
+    engine = Watched()
+    run(tmp_path / "plain", engine=engine, async_level=0, ckpt_path=str(tmp_path / "ck"))
+    assert engine.threads == ["MainThread"] * 2
+    engine = Watched()
+    monkeypatch.setattr(Ahead, "has", lambda self, rows: False)
+    rows, _ = run(tmp_path / "other", 3, engine, ckpt_path=str(tmp_path / "ck"))
+    assert engine.threads == ["MainThread"]
+    assert "rollout/staleness" not in rows[0]
+
+
+def test_a_failure_beside_the_update_ends_the_run_and_frees_the_engine(tmp_path):
+    engine = Watched(fails_at=2)
+    with pytest.raises(ValueError, match="out of blocks"):
+        run(tmp_path, engine=engine)
+    assert engine.closed
+    assert len(engine.versions) == 3
+
+
+def test_a_failing_update_waits_for_the_engine_before_it_closes_it(tmp_path):
+    running, seen = threading.Event(), []
+
+    class Slow(Watched):
+        def generate(self, prompts, sampling, **arguments):
+            if self.versions:
+                running.set()
+                assert released.wait(60)
+            return super().generate(prompts, sampling, **arguments)
+
+        def close(self) -> None:
+            seen.append(len(self.versions))
+            super().close()
+
+    class Fails(GRPOLightningModule):
+        def update(self, experience):
+            assert running.wait(60)
+            threading.Timer(0.2, released.set).start()
+            raise ZeroDivisionError
+
+    released = threading.Event()
+    model = Fails(**TINY_MODULE, reward=[even_tokens], correction=Correction())
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, engine=Slow(), model=model)
+    assert seen[0] == 2
+
+
+def test_responses_survive_a_checkpoint_to_the_bit():
+    ahead, again = Ahead(), Ahead()
+    rows = {
+        7: [Completion([1, 2], "stop", [-0.1, -1e-9]), Completion([], "abort", [])],
+        3: [Completion([5], "length", [-3.0])] * 2,
+    }
+    ahead.iteration, ahead._rows = 4, rows
+    state = ahead.state(lambda own: [own, {9: [Completion([8], "stop", [0.0])] * 2}])
+    again.load(state)
+    assert again.iteration == 4
+    assert again.has([3, 7, 9])
+    assert not again.has([3, 8])
+    assert again.take([3, 7]) == [*rows[3], *rows[7]]
+    assert again.iteration == -1
+    assert again.state(lambda own: [own]) == {}
+    ahead._rows = {1: [Completion([1], "stop")]}
+    again.load(ahead.state(lambda own: [own]))
+    assert again.take([1]) == [Completion([1], "stop", None)]
+
+
+def test_what_cannot_be_generated_ahead_is_refused(tmp_path):
+    for option in ({"sleep_level": 2}, {"offload_optimizer": True}, {"offload_parameters": True}):
+        with pytest.raises(ValueError, match="keeps the engine awake beside the trainer: leave out sleep_level"):
+            RolloutCallback(async_level=1, **option)
+
+    def errors(**run: Any) -> list[str]:
+        return [problem.message for problem in problems(run_of(**run)) if problem.kind == "error"]
+
+    assert not errors(async_level=1, corrected=True)
+    (message,) = errors(async_level=1)
+    assert message.endswith("set model.correction, {} for its defaults")
+    two = {"strategy": FSDPUlyssesStrategy(), "world_size": 2, "num_nodes": 1}
+    (message,) = errors(async_level=1, corrected=True, engine=VLLMEngine(tensor_parallel_size=2), **two)
+    assert "got rollout.engine.tensor_parallel_size=2: set it to 1, or async_level to 0" in message
+    (message,) = errors(corrected=True, truncated=True)
+    assert "set rollout.sampling.top_p to 1" in message
+
+    trainer = pl.Trainer(barebones=True)
+    trainer.fit_loop._combined_loader = None
+    callback = RolloutCallback(async_level=1, sampling=Sampling(num_generations=2))
+    with pytest.raises(ValueError, match="must know the next batch before it is due: use PromptDataModule"):
+        callback.on_train_start(trainer, module())
