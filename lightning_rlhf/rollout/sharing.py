@@ -7,8 +7,8 @@
     requests of a data rank ─ gather ─▶ of the pool ─ near-equal pieces ─▶ each engine generates ─ gather ─▶ own responses
 
 Engines of a pool are replicas of each other. Every response has its own seed, so that it does not depend on the split. Pieces are
-contiguous: responses to one prompt mostly meet in one engine, whose cache then holds the prompt once. Within a piece those that are
-expected to be longest start first: an engine that cannot run all at once would else end with a few of them.
+contiguous: responses to one prompt mostly meet in one engine, whose cache then holds the prompt once. Within a piece those start
+first that are expected to be longest: an engine that cannot run all at once would else end with a few of them.
 """
 
 from __future__ import annotations
