@@ -149,3 +149,21 @@ def test_four_processes(tp):
     shares = [requests_of(data_rank) for data_rank in (0, 0, 1, 1)]
     expected = [FakeEngine().generate(prompts, SAMPLING, seeds=seeds) for prompts, seeds in shares]
     assert spawn(share, 4, tp) == expected
+
+
+@pytest.mark.parametrize(("world", "sp", "tp"), [(1, 1, 1), (2, 2, 1), (4, 2, 2)])
+def test_the_longest_start_first_and_come_back_in_their_places(world, sp, tp):
+    engines = [FakeEngine() for _ in range(world)]
+    prompts = [[row] for row in range(6) for _ in range(2)]
+    expected = [float(length) for length in (3, 9, 4, float("inf"), 9, 1) for _ in range(2)]
+
+    def work(rank: int, pool: Pool) -> list[Completion]:
+        return pooled(pool, engines[rank], prompts, SAMPLING, seeds=range(12), expected=expected)
+
+    for responses in on_every_rank(world, sp, tp, work):
+        assert [one.token_ids for one in responses] == [[row, 2 * row + i] for row in range(6) for i in range(2)]
+    started = [[request[0][0] for request in engine.asked[0]] for engine in engines]
+    if world == 1:
+        assert started == [[3, 3, 1, 1, 4, 4, 2, 2, 0, 0, 5, 5]]
+    elif tp == 1:
+        assert started == [[1, 1, 2, 2, 0, 0], [3, 3, 4, 4, 5, 5]]

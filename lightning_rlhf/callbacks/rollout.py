@@ -15,6 +15,7 @@ and everything is reloaded.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,7 +40,7 @@ from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
 from lightning_rlhf.rollout.sharing import Pool, engine_share, pool_size
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.weights import gather, with_checksum
-from lightning_rlhf.types import Completion, Prompts, Rollout, Sampling, derive_seed
+from lightning_rlhf.types import Completion, Experience, Prompts, Rollout, Sampling, derive_seed
 
 if TYPE_CHECKING:
     from lightning_rlhf.modules.base import RLHFLightningModule
@@ -105,6 +106,7 @@ class RolloutCallback(pl.Callback):
         self.log_probs_every = log_probs_every
         self.timeout_s = timeout_s
         self._syncs = 0
+        self._longest: dict[int, int] = {}  # response to the prompt of a row, when it came last; equal on every rank
         self._ahead = Ahead()
         self._own = slice(0)
         self._settle: Callable[[], None] = lambda: None
@@ -213,6 +215,18 @@ class RolloutCallback(pl.Callback):
         else:
             self._sleep(trainer, module)
 
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        experience: Experience | None = getattr(pl_module, "last_experience", None)
+        if experience is None:  # of a training_step of the user's own
+            return
+        found: dict[int, int] = {}
+        fields = zip(experience.group.tolist(), experience.sequences, experience.prompt_lengths, strict=True)
+        for row, sequence, prompt_length in fields:
+            found[row] = max(found.get(row, 0), len(sequence) - prompt_length)
+        self._longest |= found
+
     def _is_there(self, iteration: int, prompts: Prompts) -> bool:
         """Whether the responses of this iteration were generated beside the last one's update."""
         self._settle()
@@ -241,11 +255,13 @@ class RolloutCallback(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         self._settle()
-        return self._ahead.state(self._all_gather)
+        rows, lengths = (torch.tensor(list(column)) for column in (self._longest, self._longest.values()))
+        return {"ahead": self._ahead.state(self._all_gather), "rows": rows, "longest": lengths}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._longest = dict(zip(*(state_dict[name].tolist() for name in ("rows", "longest")), strict=True))
         if self.async_level:
-            self._ahead.load(state_dict)
+            self._ahead.load(state_dict["ahead"])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.async_level and not hasattr(trainer.train_dataloader, "batch_at"):
@@ -346,14 +362,15 @@ class RolloutCallback(pl.Callback):
         """See `Pool.share`."""
         with self._step(module, "generate"):  # of its own: a rank that fails must not miss the exchanges of the pool
             check_lengths(prompts, self._context)
-        n = sampling.num_generations
+        n, rows = sampling.num_generations, prompts.index.tolist()
         return self._pool.share(
             self.engine,
             [ids for ids in prompts.ids for _ in range(n)],
             sampling,
-            seeds=[derive_seed(module.seed, iteration, row, i) for row in prompts.index.tolist() for i in range(n)],
+            seeds=[derive_seed(module.seed, iteration, row, i) for row in rows for i in range(n)],
             log_probs=log_probs or (module.correction is not None and iteration >= 0),
             images=[one for one in prompts.images for _ in range(n)] if prompts.images else None,
+            expected=[self._longest.get(row, math.inf) for row in rows for _ in range(n)],
         )
 
     @contextmanager

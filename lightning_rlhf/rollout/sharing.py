@@ -7,7 +7,8 @@
     requests of a data rank ─ gather ─▶ of the pool ─ near-equal pieces ─▶ each engine generates ─ gather ─▶ own responses
 
 Engines of a pool are replicas of each other. Every response has its own seed, so that it does not depend on the split. Pieces are
-contiguous: responses to one prompt mostly meet in one engine, whose cache then holds the prompt once.
+contiguous: responses to one prompt mostly meet in one engine, whose cache then holds the prompt once. Within a piece those start
+first that are expected to be longest: an engine that cannot run all at once would else end with a few of them.
 """
 
 from __future__ import annotations
@@ -50,16 +51,21 @@ class Pool:
         seeds: Sequence[int],
         log_probs: bool = False,
         images: Sequence[PromptImages | None] | None = None,
+        expected: Sequence[float] | None = None,
     ) -> tuple[Callable[[], list[Completion]], slice]:
         """`RolloutEngine.generate` for the requests of this data rank, with the work of the pool spread over its engines.
 
         A collective of the pool, if that is more than a data rank.
 
+        Args:
+            expected: lengths of the responses, in any unit.
+
         Returns:
             The work of this rank's engine, to be done by `collect` or before it; only with ``tp`` above 1 does it talk to other
             ranks. And which of the pool's responses are this data rank's.
         """
-        own = list(zip(prompts, seeds, images or [None] * len(prompts), strict=True))
+        none = [None] * len(prompts)
+        own = list(zip(prompts, seeds, images or none, expected or none, strict=True))
         shares: list[Any] = [own]
         if self.size > self.sp:
             shares = self.all_gather(own if self.rank % self.sp == 0 else None)[:: self.sp]
@@ -68,9 +74,11 @@ class Pool:
         begin, end = (len(requests) * (self.rank // self.tp + i) // engines for i in (0, 1))
 
         def run() -> list[Completion]:
-            ids, draws, shown = zip(*requests[begin:end], strict=True) if begin < end else ((), (), ())
+            order = sorted(range(begin, end), key=lambda i: -(requests[i][3] or 0))
+            ids, draws, shown, _ = zip(*(requests[i] for i in order), strict=True) if order else ((), (), (), ())
             pictures = {"images": shown} if any(shown) else {}
-            return engine.generate(ids, sampling, seeds=draws, log_probs=log_probs, **pictures)
+            done = engine.generate(ids, sampling, seeds=draws, log_probs=log_probs, **pictures)
+            return [completion for _, completion in sorted(zip(order, done, strict=True), key=lambda pair: pair[0])]
 
         before = sum(map(len, shares[: self.rank // self.sp]))
         return run, slice(before, before + len(own))
