@@ -20,6 +20,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def clean_process() -> Iterator[None]:
     environment, threads = dict(os.environ), torch.get_num_threads()
+    # Without it Lightning's launcher sets torch's threads in the first run of a test, and only there: that run would differ
+    # from the next ones in the last bit (one head's attention scores lie elsewhere in the second thread's buffer).
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     yield
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
