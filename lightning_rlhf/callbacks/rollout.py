@@ -352,8 +352,8 @@ class RolloutCallback(pl.Callback):
     def _generate(
         self, module: RLHFLightningModule, prompts: Prompts, sampling: Sampling, iteration: int, log_probs: bool
     ) -> Rollout:
+        run, own = self._share(module, prompts, sampling, iteration, log_probs)
         with self._step(module, "generate"):
-            run, own = self._share(module, prompts, sampling, iteration, log_probs)
             return Rollout.build(prompts, self._pool.collect(run)[own], sampling)
 
     def _share(
