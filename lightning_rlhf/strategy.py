@@ -386,6 +386,7 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
             raise FileNotFoundError(f"{path!r} is not a complete checkpoint: it has no {_METADATA_FILENAME}")
         with fs.open(marker, "rb") as file:
             metadata = torch.load(file, weights_only=weights_only is not False, map_location="cpu")
+        getattr(self.lightning_module, "check_checkpoint", lambda *_: None)(path, metadata)
         state: dict[str, Any] = {"state_dict": self.lightning_module_state_dict()}
         for i, optimizer in enumerate(self.optimizers):
             state[f"optimizer_{i}"] = get_optimizer_state_dict(self.model, optimizer)

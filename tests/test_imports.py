@@ -33,6 +33,7 @@ ALLOWED = {
     "rewards": {"types", "tiny"},
     "scoring": {"types", "calls", "rewards", "runners"},
     "strategy": {"ulysses"},
+    "manifest": set(),
     "modules": {
         "types",
         "images",
@@ -42,6 +43,7 @@ ALLOWED = {
         "ulysses",
         "flops",
         "hf_config",
+        "manifest",
         "paths",
         "scoring",
         "tiny",
@@ -59,8 +61,9 @@ ALLOWED = {
         "strategy",
         "ulysses",
     },
-    "callbacks": {"rollout", "types", "images", "phases", "flops", "hf_config", "plan"},
-    "cli": {"callbacks", "data", "modules", "plan", "strategy", "types"},
+    "callbacks": {"rollout", "types", "images", "phases", "flops", "hf_config", "manifest", "plan"},
+    "export": {"callbacks", "manifest", "modules", "paths", "plan", "strategy", "tiny"},
+    "cli": {"callbacks", "data", "export", "modules", "plan", "strategy", "types"},
     "__main__": {"cli"},
     "__init__": {"callbacks", "data", "modules", "packing", "strategy", "types", "rollout"},
 }

@@ -23,11 +23,14 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_rlhf.callbacks.manifest import write_manifest
+
 
 class IterationCheckpoint(ModelCheckpoint):
     """`ModelCheckpoint` whose steps are iterations; the run's last iteration is always saved.
 
     ``Trainer.fit(ckpt_path="last")`` resumes from the latest complete checkpoint in the folder, however it came about.
+    Beside the checkpoints and in the logger's folder ``manifest.json`` says what the run is (`callbacks.manifest`).
 
     Args:
         dirpath: folder, local or remote; None takes ``checkpoints`` in the logger's folder.
@@ -75,6 +78,12 @@ class IterationCheckpoint(ModelCheckpoint):
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         with _ignored("Checkpoint directory .* exists and is not empty"):  # that is what resuming looks like
             super().setup(trainer, pl_module, stage)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        folder = trainer.log_dir if trainer.loggers else None  # a collective: all ranks
+        if trainer.is_global_zero and hasattr(pl_module, "description") and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            write_manifest(trainer, pl_module, [f for f in (self.dirpath, folder) if f is not None])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         with _ignored("The dirpath has changed from"):  # as it does with each new version of a logger's folder
