@@ -32,7 +32,8 @@ ALLOWED = {
     "data": {"types", "prompts", "sampler", "sources", "tiny"},
     "rewards": {"types", "tiny"},
     "scoring": {"types", "calls", "rewards", "runners"},
-    "strategy": {"ulysses"},
+    "storage": set(),
+    "strategy": {"storage", "ulysses"},
     "modules": {
         "types",
         "images",
@@ -59,7 +60,7 @@ ALLOWED = {
         "strategy",
         "ulysses",
     },
-    "callbacks": {"rollout", "types", "images", "phases", "flops", "hf_config", "plan"},
+    "callbacks": {"rollout", "storage", "types", "images", "phases", "flops", "hf_config", "plan"},
     "cli": {"callbacks", "data", "modules", "plan", "strategy", "types"},
     "__main__": {"cli"},
     "__init__": {"callbacks", "data", "modules", "packing", "strategy", "types", "rollout"},
