@@ -1,11 +1,11 @@
-"""Where checkpoints lie: any file system of fsspec, which may be slow, flaky, full, or hold what somebody else wrote.
+"""Where checkpoints lie: any file system of fsspec, which may be flaky, full or closed.
 
     FOLDER/__0_0.distcp …   shards, one file per rank      ┐ written by torch's distributed checkpoint (DCP)
     FOLDER/.metadata        which shard is where           ┘
     FOLDER/meta.pt          loops, callbacks, schedules: written last, so a folder that has it is complete
 
 Saving: `prepare` → DCP with `Writer` → `finish`, or `discard`. An operation that fails for a reason that may pass is tried
-again (`retried`). Loading: `read` → DCP with `Reader` and `Planner`; what is unpickled is limited to what such files hold.
+again (`retried`). Loading is in `restricted`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import errno
 import io
 import logging
 import os
-import pickle
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -26,11 +25,9 @@ import torch.distributed as dist
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from jsonargparse import typing as numbers
 from lightning.fabric.utilities.load import _METADATA_FILENAME as MARKER
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import override
 
@@ -40,19 +37,13 @@ RETRIES = 6
 FIRST_WAIT_S = 1.0
 """Before the first retry; it doubles each time, 63 s in all."""
 
-_DCP_INDEX = ".metadata"
-_OURS = re.compile(rf"(__\d+_\d+\.distcp|({re.escape(_DCP_INDEX)}|{re.escape(MARKER)})(\.tmp)?)")
+INDEX = ".metadata"
+_OURS = re.compile(rf"(__\d+_\d+\.distcp|({re.escape(INDEX)}|{re.escape(MARKER)})(\.tmp)?)")
 _LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LASTING_CODES = (*_FULL, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTEMPTY, errno.EINVAL)
 _CLIENTS = ("aiohttp", "azure", "botocore", "gcsfs", "google", "requests", "urllib3")
 """Packages under file systems whose errors do not all derive from OSError."""
-
-_NUMBERS = [
-    *(numbers.PositiveInt, numbers.NonNegativeInt, numbers.PositiveFloat, numbers.NonNegativeFloat),
-    *(numbers.ClosedUnitInterval, numbers.OpenUnitInterval),
-]
-"""Of the command line, in optimizers of checkpoints that were written before they were made plain: they do nothing else."""
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -60,10 +51,6 @@ T = TypeVar("T")
 
 class SaveFailed(OSError):
     """A checkpoint could not be written; every rank raises it. What was complete before still is."""
-
-
-class UntrustedCheckpoint(ValueError):
-    """A checkpoint holds pickles of classes that ours do not; nothing of them was executed."""
 
 
 # -- operations that may fail ------------------------------------------------------------------------------------------
@@ -120,7 +107,8 @@ def on_rank_zero(function: Callable[[], T]) -> T:
             result[0] = function()
         except Exception as error:
             own = error
-            result[1] = error if type(error).__module__ in ("builtins", __name__) else RuntimeError(repr(error))
+            known = type(error).__module__.partition(".")[0] in ("builtins", "lightning_rlhf")
+            result[1] = error if known else RuntimeError(repr(error))  # not all can be pickled
     if ranks > 1:
         dist.broadcast_object_list(result, src=0)
     if result[1] is not None:
@@ -302,106 +290,4 @@ def failure(error: OSError | CheckpointException, path: str) -> SaveFailed | Non
     where = "" if isinstance(error, OSError) else f" on rank {rank}"
     return SaveFailed(
         f"the checkpoint {path!r} could not be written ({type(fault).__name__}{where}: {fault}): {change}"
-    )
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
-class Reader(FsspecReader):
-    """DCP's, of a folder whose index `read` has read."""
-
-    def __init__(self, path: str, index: Any) -> None:
-        super().__init__(path)
-        self._index = index
-
-    @override
-    def read_metadata(self) -> Any:
-        return self._index
-
-    @override
-    def read_data(self, plan: Any, planner: Any) -> Any:
-        return retried(super().read_data, plan, planner)
-
-
-class Planner(DefaultLoadPlanner):
-    """DCP's, which unpickles what is no tensor (options of the optimizer) without restriction.
-
-    Args:
-        path: of the checkpoint, for messages.
-    """
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self._path = path
-
-    @override
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        plain = io.BytesIO()
-        torch.save(_load(value, self._path, "shards", True), plain)
-        plain.seek(0)
-        super().load_bytes(read_item, plain)
-
-
-def read(path: str, trusted: bool) -> tuple[dict[str, Any], Any]:
-    """The marker's content and the index of the shards.
-
-    Args:
-        trusted: unpickle whatever the files hold.
-
-    Raises:
-        FileNotFoundError: the checkpoint is not there or not complete.
-        UntrustedCheckpoint: it holds what ours do not.
-    """
-    fs, root, _ = _open(path)
-    fs.invalidate_cache()
-    try:
-        marker = retried(fs.cat_file, f"{root}/{MARKER}")
-    except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(f"{path!r} is not a complete checkpoint: it has no {MARKER}") from None
-    index = io.BytesIO(retried(fs.cat_file, f"{root}/{_DCP_INDEX}"))
-    metadata = _load(io.BytesIO(marker), path, MARKER, not trusted)
-    return metadata, pickle.load(index) if trusted else _IndexUnpickler(index, path).load()
-
-
-def _load(file: io.BytesIO, path: str, part: str, weights_only: bool) -> Any:
-    try:
-        with torch.serialization.safe_globals(_NUMBERS):
-            return torch.load(file, weights_only=weights_only, map_location="cpu")
-    except pickle.UnpicklingError as error:
-        name = re.search(r"(?:GLOBAL|got|class|function) ([\w.]+\.\w+)", str(error))
-        raise _untrusted(path, part, name[1] if name else str(error).splitlines()[0]) from None
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Of DCP's index: its dataclasses, shapes, dtypes and layouts. Calling any of them does nothing but build it."""
-
-    _KNOWN = {
-        "torch": {"Size", *(str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype))},
-        "torch.serialization": {"_get_layout"},
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-        "torch.distributed.checkpoint.metadata": {
-            *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
-            *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-        },
-        "collections": {"OrderedDict"},
-        "pathlib": {"PosixPath"},
-    }
-
-    def __init__(self, file: io.BytesIO, path: str) -> None:
-        super().__init__(file)
-        self._path = path
-
-    @override
-    def find_class(self, module: str, name: str) -> Any:
-        module = "pathlib" if module == "pathlib._local" else module  # Python 3.13
-        if name not in self._KNOWN.get(module, ()):
-            raise _untrusted(self._path, _DCP_INDEX, f"{module}.{name}")
-        return super().find_class(module, name)
-
-
-def _untrusted(path: str, part: str, name: str) -> UntrustedCheckpoint:
-    return UntrustedCheckpoint(
-        f"{path!r} was not loaded, its {part} would run {name}, which is in no checkpoint of a run: if you trust whoever wrote"
-        " it, set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 (weights_only=False, which Trainer.fit does not hand on)"
     )

@@ -37,7 +37,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_rlhf import storage
+from lightning_rlhf import restricted, storage
 from lightning_rlhf.ulysses import gather_sequence, shard_sequence
 
 _DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
@@ -404,7 +404,7 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         path = self.broadcast(os.fspath(checkpoint_path)).removesuffix(f"/{storage.MARKER}")
         forced = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0").lower() in ("1", "y", "yes", "true")
         trusted = forced if weights_only is None else not weights_only
-        metadata, index = storage.on_rank_zero(lambda: storage.read(path, trusted))
+        metadata, index = storage.on_rank_zero(lambda: restricted.read(path, trusted))
         state: dict[str, Any] = {"state_dict": self.lightning_module_state_dict()}
         for i, optimizer in enumerate(self.optimizers):
             state[f"optimizer_{i}"] = get_optimizer_state_dict(self.model, optimizer)
@@ -418,11 +418,11 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
                 )
             own["state"] = {name: entry for name, entry in own["state"].items() if name in names}
         try:
-            planner = None if trusted else storage.Planner(path)
-            dcp.load(state, storage_reader=storage.Reader(path, index), planner=planner)
+            planner = None if trusted else restricted.Planner(path)
+            dcp.load(state, storage_reader=restricted.Reader(path, index), planner=planner)
         except CheckpointException as error:
             for failure, _ in error.failures.values():
-                if isinstance(failure, OSError | storage.UntrustedCheckpoint):
+                if isinstance(failure, OSError | restricted.UntrustedCheckpoint):
                     raise failure from None
             reason = next((str(e) for e, _ in error.failures.values()), str(error)).splitlines()[0]
             raise ValueError(

@@ -33,7 +33,8 @@ ALLOWED = {
     "rewards": {"types", "tiny"},
     "scoring": {"types", "calls", "rewards", "runners"},
     "storage": set(),
-    "strategy": {"storage", "ulysses"},
+    "restricted": {"storage"},
+    "strategy": {"restricted", "storage", "ulysses"},
     "modules": {
         "types",
         "images",

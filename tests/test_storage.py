@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from toys import spawn
 
-from lightning_rlhf import FSDPUlyssesStrategy, IterationCheckpoint, storage, strategy
+from lightning_rlhf import FSDPUlyssesStrategy, IterationCheckpoint, restricted, storage, strategy
 from lightning_rlhf.callbacks.checkpoint import latest_complete
 from lightning_rlhf.phases import Phases
 
@@ -233,7 +233,7 @@ def test_what_others_put_into_a_checkpoint_is_refused_unless_they_are_trusted(pl
     message = (
         rf"^'.*2\.ckpt' was not loaded, its {said} would run posix\.system, .* set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 "
     )
-    with pytest.raises(storage.UntrustedCheckpoint, match=message):
+    with pytest.raises(restricted.UntrustedCheckpoint, match=message):
         fit(3, ckpt_path=str(tmp_path / "ck/2.ckpt"))
     assert not proof.exists()
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
@@ -264,7 +264,7 @@ def test_the_index_of_every_kind_of_tensor_is_known(tmp_path):
         state[str(bits)] = torch.zeros(3, 2, dtype=bits)
     dcp.save(state, checkpoint_id=tmp_path / "ck")  # torch's own writer: it notes a Path
     torch.save({}, tmp_path / "ck" / storage.MARKER)
-    assert storage.read(str(tmp_path / "ck"), trusted=False) == storage.read(str(tmp_path / "ck"), trusted=True)
+    assert restricted.read(str(tmp_path / "ck"), trusted=False) == restricted.read(str(tmp_path / "ck"), trusted=True)
 
 
 # -- flaky and slow ----------------------------------------------------------------------------------------------------
@@ -525,16 +525,16 @@ def test_at_every_moment_of_overwriting_a_checkpoint_one_is_complete(protocol, f
         finished = not reached
         faults(lambda *_: None)
         latest = latest_complete(folder)
-        marker, index = storage.read(latest, trusted=False)
+        marker, index = restricted.read(latest, trusted=False)
         state = {"x": torch.zeros(5)}
-        dcp.load(state, storage_reader=storage.Reader(latest, index), planner=storage.Planner(latest))
+        dcp.load(state, storage_reader=restricted.Reader(latest, index), planner=restricted.Planner(latest))
         assert state["x"].tolist() == [marker["value"]] * 5
         found.append(marker["value"])
         assert fs.exists(f"{root}/notes.txt") == foreign
         if finished:
             break
         save(3.0)  # the next run goes on from what was left
-        assert storage.read(path, trusted=False)[0] == {"value": 3.0}
+        assert restricted.read(path, trusted=False)[0] == {"value": 3.0}
         assert [name for name, _ in storage.listed(folder)] == [root]
         died += 1
     assert found == sorted(found)
@@ -574,13 +574,22 @@ def failing(rank: int, folder: str) -> list[dict[str, Any]]:
         return {"error": error, "seen": watch.seen, "reports": reports}
 
     results = [told(case) for case in ("0", "1", "marker")]
+    try:
+        storage.on_rank_zero(lambda: restricted.read(f"{folder}/evil", trusted=False))
+    except ValueError as error:
+        results.append({"refused": f"{type(error).__name__}: {error}"})
     faulthandler.cancel_dump_traceback_later()
     return results
 
 
 def test_a_rank_that_cannot_write_holds_up_no_other(tmp_path):
     """Files are limited by the kernel; the marker, which rank 0 writes alone, by us."""
+    (tmp_path / "evil").mkdir()
+    torch.save({}, tmp_path / "evil" / storage.MARKER)
+    (tmp_path / "evil/.metadata").write_bytes(pickle.dumps(Evil(tmp_path / "proof")))
     one, other = spawn(failing, 2, str(tmp_path))
+    assert one.pop()["refused"] == other.pop()["refused"]
+    assert not (tmp_path / "proof").exists()
     why = [
         r"\(OSError on rank 0: .*File too large\)",
         r"\(OSError on rank 1: .*File too large\)",
