@@ -2,7 +2,8 @@
 
 python benchmarks/replay.py --device cpu                         # float32: to 1e-4
 python benchmarks/replay.py --device cpu --precision bf16-mixed
-python benchmarks/replay.py --shape 0.5b --kl 0.1                # a GPU, bf16-mixed: to 1 %
+python benchmarks/replay.py --shape 0.5b --kl 0.1 --precision 32-true      # a GPU: to 1e-4
+python benchmarks/replay.py --shape 0.5b --kl 0.1 --lr 1e-6      # a GPU, bf16-mixed: to 1 %
 
 Responses of ragged lengths are sampled once from the initial weights by transformers. In every iteration each side gets
 their token ids, scores them by the same function, takes ``--epochs`` optimizer steps on all of them and goes on with the weights
@@ -18,7 +19,8 @@ Settings under which both compute the same:
     clip 0.2, gradients to norm 1, AdamW without decay, no importance-sampling correction     the same on both
 
 ``loss`` is that of an optimizer step with its KL term, ``norm`` that of its gradient before clipping; means over the ``--epochs``
-steps of an iteration, which is what ours logs. Differences are relative. Exits with 1 if one is above ``--limit``.
+steps of an iteration, which is what ours logs. Differences are relative. Exits with 1 if one is above ``--limit``. In bf16-mixed
+a large learning rate lets the roundings grow: Adam's first steps move every weight by the rate, whatever its gradient.
 """
 
 from __future__ import annotations

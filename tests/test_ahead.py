@@ -26,8 +26,9 @@ OWN = ("actor/", "reward", "completions/", "rollout/is", "rollout/logprob", "rol
 class Watched(TransformersEngine):
     """Notes the version of the weights, and where each generation ran."""
 
-    def __init__(self, fails_at: int = -1) -> None:
+    def __init__(self, fails_at: int = -1, error: Exception = ValueError("out of blocks")) -> None:  # noqa: B008
         super().__init__()
+        self.error = error
         self.versions: list[int] = []
         self.threads: list[str] = []
         self.fails_at, self.closed = fails_at, False
@@ -36,7 +37,7 @@ class Watched(TransformersEngine):
         self.versions.append(self.weight_version)
         self.threads.append(threading.current_thread().name)
         if len(self.versions) - 1 == self.fails_at:
-            raise ValueError("out of blocks")
+            raise self.error
         return super().generate(prompts, sampling, **arguments)
 
     def close(self) -> None:
@@ -147,9 +148,13 @@ def test_other_data_or_no_async_level_leave_the_responses_of_a_checkpoint_alone(
 def test_a_failure_beside_the_update_ends_the_run_and_frees_the_engine(tmp_path):
     engine = Watched(fails_at=2)
     with pytest.raises(ValueError, match="out of blocks"):
-        run(tmp_path, engine=engine)
+        run(tmp_path / "a", engine=engine)
     assert engine.closed
     assert len(engine.versions) == 3
+    full = Watched(1, torch.OutOfMemoryError("Tried to allocate 2.50 GiB."))
+    settings = r"lower rollout\.engine\.batch_size, set rollout\.async_level: 0 or shard over more trainer\.devices"
+    with pytest.raises(torch.OutOfMemoryError, match=rf"^generate of iteration 2 ran out of .* {settings}$"):
+        run(tmp_path / "b", engine=full)
 
 
 def test_a_failing_update_waits_for_the_engine_before_it_closes_it(tmp_path):

@@ -127,12 +127,14 @@ def told_by_settings(what: str, settings: Sequence[str]) -> Iterator[None]:
 def makes_room(step: str, rollout: RolloutCallback, module: RLHFLightningModule) -> list[str]:
     """Three settings that make room in a step, as phrases, the cheapest first; none that is set already."""
     cache = step in ("kv_cache", "generate")
-    own_reference = getattr(module, "reference", None) is not None
+    own_reference, beside = getattr(module, "reference", None) is not None, rollout.async_level > 0
     settings = {
         f"lower {rollout.engine.memory_settings}": cache,
+        "set rollout.async_level: 0": beside,
         "set rollout.sleep_level: 2": step == "reload" and rollout.rung.sleep_level != 2,
-        "set rollout.offload_optimizer: true": not rollout.rung.offload_optimizer,
+        "set rollout.offload_optimizer: true": not beside and not rollout.rung.offload_optimizer,
         "set rollout.offload_parameters: true": cache
+        and not beside
         and not rollout.rung.offload_parameters,  # they are needed until the sync
         "set model.offload_reference: true": own_reference and not module.settings.offload_reference,
         "shard over more trainer.devices": True,
