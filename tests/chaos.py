@@ -4,8 +4,8 @@ python tests/chaos.py --kills 100
 python tests/chaos.py --kills 20 --ranks 1 --seed 3
 
 A run of the tiny PPO model on the CPU: two epochs and a half of prompts, a checkpoint after every second iteration, half of the
-attempts' kills at a random time, the others inside a save: when some file of the checkpoint was written, or in the middle of its
-marker. SIGKILL goes to one rank, whose end the others must notice, or to all. Each attempt resumes by ``ckpt_path="last"``.
+attempts' kills at a random time, the others inside a save, in the middle of some tensor or when some file was written. SIGKILL
+goes to one rank, whose end the others must notice, or to all. Each attempt resumes by ``ckpt_path="last"``.
 
 Every metric that any attempt logged, every prompt and every response of any iteration, and the weights and the optimizer's state
 at the end must be those of the run that was left alone, to the last bit. Prints what was done and found, exits with 1 if anything
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import csv
 import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -38,7 +39,6 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.distributed.tensor import DTensor
 from toys import TINY_MODULE, even_tokens
 
-import lightning_rlhf.strategy as strategy_module
 from lightning_rlhf import (
     KL,
     FSDPUlyssesStrategy,
@@ -66,7 +66,7 @@ class Kill:
     Args:
         rank: whom it meets; None is every rank at once.
         after: seconds from the start of the attempt; or
-        write: the number of the write, counted within this attempt's saves, that it comes in the middle of.
+        write: the number of the write, counted within this attempt's saves, that it comes in.
     """
 
     rank: int | None
@@ -106,8 +106,7 @@ def attempt(rank: int, ranks: int, port: int, folder: Path, name: str, async_lev
     }
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    if kill is not None and kill.write is not None and kill.rank in (None, rank):
-        die_in_a_write(kill.write)
+    count = count_writes(kill.write if kill is not None and kill.rank in (None, rank) else None)
     pl.seed_everything(1, verbose=False)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -136,6 +135,7 @@ def attempt(rank: int, ranks: int, port: int, folder: Path, name: str, async_lev
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     if rank == 0:
         (folder / "end").write_text(digest.hexdigest())
+        (folder / "writes").write_text(str(count[0]))
     os._exit(0)
 
 
@@ -145,26 +145,29 @@ def state_of(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[torch.
         yield (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def die_in_a_write(number: int) -> None:
-    """The ``number``-th file of a checkpoint that is written here is the last thing this process does."""
-    left, fsync, save = [number], os.fsync, torch.save
+def count_writes(last: int | None) -> list[int]:
+    """The number so far of tensors, markers and files that this process wrote into checkpoints; the ``last`` one stays half
+    written, and the process with it."""
+    count, fsync, save = [0], os.fsync, torch.save
 
     def counted_fsync(descriptor: int) -> None:
         fsync(descriptor)
-        left[0] -= 1
-        if left[0] <= 0:
+        count[0] += 1
+        if count[0] == last:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def counted_save(value: Any, file: Any, **options: Any) -> None:
-        left[0] -= isinstance(value, dict)  # the marker, not an entry of a shard
-        if left[0] <= 0:
-            file.write(b"half of a file")
+        count[0] += 1
+        if count[0] == last:
+            whole = io.BytesIO()
+            save(value, whole, **options)
+            file.write(whole.getvalue()[: len(whole.getvalue()) // 2])
             file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
         save(value, file, **options)
 
-    os.fsync = counted_fsync
-    strategy_module.torch.save = counted_save
+    os.fsync, torch.save = counted_fsync, counted_save
+    return count
 
 
 def run(ranks: int, folder: Path, name: str, async_level: int, kill: Kill | None) -> tuple[bool, list[str]]:
@@ -230,6 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
             print((left_alone / "run.0.log").read_text()[-3000:])
             return 1
         want, end = lines_of(left_alone, "run"), (left_alone / "end").read_text()
+        writes = int((left_alone / "writes").read_text())
         while killed < a.kills:
             folder = Path(name) / f"run{runs}"
             folder.mkdir()
@@ -238,7 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
                 kill = None
                 if killed < a.kills and draw.random() < 0.9:
                     whom = draw.choice([None, *range(a.ranks)])
-                    write = draw.randint(1, 12) if a.inside_saves or draw.random() < 0.5 else None
+                    write = draw.randint(1, writes) if a.inside_saves or draw.random() < 0.5 else None
                     kill = Kill(whom, None if write else took * draw.random() ** 0.5, write)  # the first half starts up
                 ended, problems = run(a.ranks, folder, f"try{tries}", a.async_level, kill)
                 wrong += problems
