@@ -405,6 +405,7 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         forced = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0").lower() in ("1", "y", "yes", "true")
         trusted = forced if weights_only is None else not weights_only
         metadata, index = storage.on_rank_zero(lambda: restricted.read(path, trusted))
+        getattr(self.lightning_module, "check_checkpoint", lambda *_: None)(path, metadata)
         state: dict[str, Any] = {"state_dict": self.lightning_module_state_dict()}
         for i, optimizer in enumerate(self.optimizers):
             state[f"optimizer_{i}"] = get_optimizer_state_dict(self.model, optimizer)

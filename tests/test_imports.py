@@ -35,6 +35,7 @@ ALLOWED = {
     "storage": set(),
     "restricted": {"storage"},
     "strategy": {"restricted", "storage", "ulysses"},
+    "manifest": set(),
     "modules": {
         "types",
         "images",
@@ -44,6 +45,7 @@ ALLOWED = {
         "ulysses",
         "flops",
         "hf_config",
+        "manifest",
         "paths",
         "scoring",
         "tiny",
@@ -61,8 +63,9 @@ ALLOWED = {
         "strategy",
         "ulysses",
     },
-    "callbacks": {"rollout", "storage", "types", "images", "phases", "flops", "hf_config", "plan"},
-    "cli": {"callbacks", "data", "modules", "plan", "strategy", "types"},
+    "callbacks": {"rollout", "storage", "types", "images", "phases", "flops", "hf_config", "manifest", "plan"},
+    "export": {"callbacks", "manifest", "modules", "paths", "plan", "restricted", "storage", "strategy", "tiny"},
+    "cli": {"callbacks", "data", "export", "modules", "plan", "strategy", "types"},
     "__main__": {"cli"},
     "__init__": {"callbacks", "data", "modules", "packing", "strategy", "types", "rollout"},
 }

@@ -30,12 +30,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_rlhf import storage
+from lightning_rlhf.callbacks.manifest import write_manifest
 
 
 class IterationCheckpoint(ModelCheckpoint):
     """`ModelCheckpoint` whose steps are iterations; the run's last iteration is always saved.
 
     ``Trainer.fit(ckpt_path="last")`` resumes from the latest complete checkpoint in the folder, however it came about.
+    Beside the checkpoints and in the logger's folder ``manifest.json`` says what the run is (`callbacks.manifest`).
 
     Args:
         dirpath: folder, local or remote; None takes ``checkpoints`` in the logger's folder.
@@ -91,6 +93,9 @@ class IterationCheckpoint(ModelCheckpoint):
             raise ConnectionError(f"{self._found!r} was found and then not: the file system fails, start the run again")
         self._found, self._ending = None, False
         super().on_train_start(trainer, pl_module)
+        folder = trainer.log_dir if trainer.loggers else None  # a collective: all ranks
+        if trainer.is_global_zero and hasattr(pl_module, "description") and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            write_manifest(trainer, pl_module, [f for f in (self.dirpath, folder) if f is not None])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         with _ignored("The dirpath has changed from"):  # as it does with each new version of a logger's folder
