@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,11 @@ import torch.distributed.checkpoint as dcp
 import yaml
 from fsspec.core import url_to_fs
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
-from lightning.fabric.utilities.load import _METADATA_FILENAME
 from torch import Tensor, nn
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from lightning_rlhf import restricted
 from lightning_rlhf.callbacks.checkpoint import latest_complete
 from lightning_rlhf.callbacks.hf_export import gather_on_host, write_adapter, write_folder
 from lightning_rlhf.manifest import RUN
@@ -35,6 +35,7 @@ from lightning_rlhf.modules.policy import saved_buffers, unsharded_actor
 from lightning_rlhf.modules.settings import LoRA, ModelSettings
 from lightning_rlhf.paths import local_path
 from lightning_rlhf.plan.offline import precision_name
+from lightning_rlhf.storage import INDEX, MARKER
 from lightning_rlhf.strategy import FSDP2Precision
 from lightning_rlhf.tiny import TINY
 
@@ -71,14 +72,14 @@ def export_checkpoint(
 
     target = Path(out).expanduser()
     _check_target(out, target)
-    metadata = _metadata(checkpoint)
+    metadata, index = _read(checkpoint)
     run = _from_config(config) if config else metadata.get(RUN)
     if run is None:
         raise ValueError(f"{checkpoint!r} does not say what run it is of: give the run's YAML with --config")
     role = run["roles"]["actor"]
     if adapter and role["lora"] is None:
         raise ValueError(f"{checkpoint!r} has no adapter, it was trained without LoRA: leave --adapter out")
-    reader = _Reader(checkpoint)
+    reader = _Reader(checkpoint, index)
     where = model or role["folder"] or role["model"]
     settings = _settings(role, where)
     root, lora = unsharded_actor(
@@ -114,29 +115,21 @@ def _named(
         yield from ((name, tensor) for name in names)
 
 
-class _Reader(FsspecReader):
-    """Of a checkpoint's tensors; its index is read once.
+class _Reader(restricted.Reader):
+    """Of a checkpoint's tensors.
 
     Attributes:
         tensors: shapes and dtypes of the policy's, by their names in the transformers model.
     """
 
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        try:
-            self.index = super().read_metadata()
-        except FileNotFoundError as error:
-            raise ValueError(f"{path!r} is not a complete checkpoint: it has no .metadata") from error
+    def __init__(self, path: str, index: Any) -> None:
+        super().__init__(path, index)
         self.name = path
-        entries = self.index.state_dict_metadata.items()
         self.tensors = {
             key.removeprefix(_PREFIX): entry
-            for key, entry in entries
+            for key, entry in index.state_dict_metadata.items()
             if key.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
         }
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        return self.index
 
     def load(self, entries: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
         """Full tensors, put together from whatever shards there are."""
@@ -214,20 +207,20 @@ def _check_target(out: str, target: Path) -> None:
         raise ValueError(f"{out!r} exists and is not an empty folder: give another one")
 
 
-def _metadata(path: str) -> dict[str, Any]:
-    """What a checkpoint says besides its tensors."""
+def _read(path: str) -> tuple[dict[str, Any], Any]:
+    """What a checkpoint says besides its tensors, and where these are."""
+    with suppress(FileNotFoundError):
+        return restricted.read(path, trusted=False)
     fs, root = url_to_fs(path)
-    marker = f"{root}/{_METADATA_FILENAME}"
-    if fs.exists(marker):
-        with fs.open(marker, "rb") as file:
-            return torch.load(file, weights_only=True, map_location="cpu")
     if not fs.exists(root):
         raise FileNotFoundError(f"there is no checkpoint {path!r}")
     if latest := latest_complete(path):
         raise ValueError(f"{path!r} is a folder of checkpoints: give one of them, the latest is {latest}")
-    if fs.isdir(root) and any(entry.endswith(".distcp") for entry in fs.ls(root, detail=False)):
-        raise ValueError(f"{path!r} is not a complete checkpoint: it has no {_METADATA_FILENAME}")
-    raise ValueError(f"{path!r} is no checkpoint of this package: those are folders with a {_METADATA_FILENAME}")
+    files = [entry.rpartition("/")[2] for entry in fs.ls(root, detail=False)] if fs.isdir(root) else []
+    if any(name.endswith(".distcp") or name == MARKER for name in files):
+        missing = next(name for name in (MARKER, INDEX) if name not in files)
+        raise ValueError(f"{path!r} is not a complete checkpoint: it has no {missing}")
+    raise ValueError(f"{path!r} is no checkpoint of this package: those are folders with a {MARKER}")
 
 
 def _settings(role: Mapping[str, Any], where: str) -> ModelSettings:
