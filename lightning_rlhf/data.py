@@ -50,14 +50,22 @@ class PromptLoader:
         """The batch that is number ``number`` (from 0) of an epoch, whichever is due."""
         return {"prompts": self.table.take(self.batches.batch_at(epoch, number))}
 
-    def state_dict(self) -> dict[str, int]:
-        return {"prompts": len(self.table), "batch_size": self.batches.batch_size, "seed": self.batches.seed}
+    def state_dict(self) -> dict[str, Any]:
+        sizes = {"prompts": len(self.table), "batch_size": self.batches.batch_size, "seed": self.batches.seed}
+        return {**sizes, "fingerprint": self.table.fingerprint}
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        if state_dict != self.state_dict():
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        own = self.state_dict()
+        # a checkpoint of before there were fingerprints says nothing of them
+        other = [
+            f"{name} {state_dict[name]} (here {own[name]})"
+            for name in own
+            if state_dict.get(name, own[name]) != own[name]
+        ]
+        if other:
             rank_zero_warn(
-                f"data: the checkpoint was written with {state_dict}, this run has {self.state_dict()}: the epoch goes"
-                " on at the same batch number, but in another order, so prompts may come twice in it or not at all"
+                f"data: the checkpoint was written with {', '.join(other)}: the epoch goes on at the same batch number, but"
+                " with other data or in another order, so prompts may come twice in it or not at all"
             )
 
 
@@ -262,6 +270,12 @@ class PromptDataModule(pl.LightningDataModule):
     def longest_prompt(self) -> int | None:
         """Tokens of the longest prompt, for engines that reserve memory; None before `setup`."""
         return max((table.longest for table in (self.train_table, self.val_table) if table is not None), default=None)
+
+    @property
+    def fingerprint(self) -> dict[str, Any] | None:
+        """Number of training prompts and a hash of their token ids; None before `setup`."""
+        table = self.train_table
+        return None if table is None else {"prompts": len(table), "fingerprint": table.fingerprint}
 
     @property
     def val_names(self) -> list[str]:

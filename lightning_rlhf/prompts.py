@@ -8,10 +8,12 @@ as C arrays; rows are fetched for one batch at a time.
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -183,6 +185,15 @@ class PromptTable:
     def longest(self) -> int:
         """Tokens of the longest prompt."""
         return max(map(len, self.ids), default=0)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of all token ids in their order."""
+        digest = hashlib.blake2b(digest_size=8)
+        for ids in self.ids:
+            digest.update(len(ids).to_bytes(8, "little"))
+            digest.update(ids)
+        return digest.hexdigest()
 
     def where(self, keep: Callable[[array[int]], bool]) -> PromptTable:
         """A table of the prompts whose token ids pass ``keep``."""

@@ -20,8 +20,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsspec.core import url_to_fs
-from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
@@ -39,6 +37,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_rlhf import restricted, storage
 from lightning_rlhf.ulysses import gather_sequence, shard_sequence
 
 _DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
@@ -361,31 +360,52 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        path = self.broadcast(os.fspath(filepath))  # a str: Path("s3://b") would be a local folder
-        fs, root = url_to_fs(path)
-        marker = f"{root}/{_METADATA_FILENAME}"
-        if self.is_global_zero and fs.exists(marker):  # overwriting: incomplete from here on
-            fs.rm(marker)
-        self.barrier()
+        """Collective.
+
+        Raises:
+            SaveFailed: the file system did not take it; on all ranks, and what was at ``filepath`` is still there.
+        """
+        path = target = self.broadcast(os.fspath(filepath))  # a str: Path("s3://b") would be a local folder
         state = {"state_dict": checkpoint.pop("state_dict")}
         optimizers = checkpoint.pop("optimizer_states", [])
-        state |= {f"optimizer_{i}": s for i, s in enumerate(optimizers)}
+        state |= {f"optimizer_{i}": _plain(s) for i, s in enumerate(optimizers)}
         checkpoint[_STATES] = [sorted(s["state"]) for s in optimizers]
-        dcp.save(state, checkpoint_id=path)
+        try:
+            target = storage.on_rank_zero(lambda: storage.prepare(path))
+            dcp.save(state, storage_writer=storage.Writer(target))
+            storage.on_rank_zero(lambda: storage.finish(target, path, _plain(checkpoint)))
+        except (OSError, CheckpointException) as error:
+            if (failure := storage.failure(error, path)) is None:
+                raise
+            if self.is_global_zero:
+                storage.discard(target)
+            raise failure from error
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
-            with fs.open(marker, "wb") as file:
-                torch.save(_plain(checkpoint), file)
+            storage.discard_old(os.fspath(filepath))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Collective.
+
+        Args:
+            checkpoint_path: the folder, or the marker in it.
+            weights_only: unless False, only what a run writes is unpickled; None lets torch's own variable
+                ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` decide, for Lightning passes on nothing else.
+
+        Raises:
+            FileNotFoundError: it is not there, or not complete.
+            UntrustedCheckpoint: it holds pickles of other classes.
+            ValueError: it is of other models.
+        """
         assert self.model is not None
-        path = self.broadcast(os.fspath(checkpoint_path))
-        fs, root = url_to_fs(path)
-        marker = f"{root}/{_METADATA_FILENAME}"
-        if not fs.exists(marker):
-            raise FileNotFoundError(f"{path!r} is not a complete checkpoint: it has no {_METADATA_FILENAME}")
-        with fs.open(marker, "rb") as file:
-            metadata = torch.load(file, weights_only=weights_only is not False, map_location="cpu")
+        path = self.broadcast(os.fspath(checkpoint_path)).removesuffix(f"/{storage.MARKER}")
+        forced = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0").lower() in ("1", "y", "yes", "true")
+        trusted = forced if weights_only is None else not weights_only
+        metadata, index = storage.on_rank_zero(lambda: restricted.read(path, trusted))
+        getattr(self.lightning_module, "check_checkpoint", lambda *_: None)(path, metadata)
         state: dict[str, Any] = {"state_dict": self.lightning_module_state_dict()}
         for i, optimizer in enumerate(self.optimizers):
             state[f"optimizer_{i}"] = get_optimizer_state_dict(self.model, optimizer)
@@ -399,8 +419,12 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
                 )
             own["state"] = {name: entry for name, entry in own["state"].items() if name in names}
         try:
-            dcp.load(state, checkpoint_id=path)
+            planner = None if trusted else restricted.Planner(path)
+            dcp.load(state, storage_reader=restricted.Reader(path, index), planner=planner)
         except CheckpointException as error:
+            for failure, _ in error.failures.values():
+                if isinstance(failure, OSError | restricted.UntrustedCheckpoint):
+                    raise failure from None
             reason = next((str(e) for e, _ in error.failures.values()), str(error)).splitlines()[0]
             raise ValueError(
                 f"{path!r} does not fit this run ({reason}): resume with the model options it was written with"

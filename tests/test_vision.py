@@ -28,6 +28,7 @@ from lightning_rlhf import (
     Sampling,
 )
 from lightning_rlhf.cli import main
+from lightning_rlhf.export import export_checkpoint
 from lightning_rlhf.images import ImageEncoder
 from lightning_rlhf.modules.base import KL
 from lightning_rlhf.modules.policy import build_critic, build_policy, check_model
@@ -183,6 +184,10 @@ def test_a_run_resumes_where_its_checkpoint_was_written_and_exports_a_model(froz
     assert any("language_model" in n for n in moved)
     assert any("visual" in n for n in moved) != frozen
     assert ImageEncoder.load(str(exported)) is not None
+    export_checkpoint(str(tmp_path / "ck/iteration-000002.ckpt"), str(tmp_path / "out"))
+    assert {p.name: p.read_bytes() for p in exported.iterdir()} == {
+        p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()
+    }
 
 
 def test_a_text_critic_beside_a_vision_language_policy_is_refused(folder, tmp_path):

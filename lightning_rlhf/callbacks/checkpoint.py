@@ -4,6 +4,10 @@ Lightning's `ModelCheckpoint` in manual optimisation never looks at ``train_time
 the optimizer step (which is what is wanted here), and offers checkpoints of the end of an epoch, which do not resume
 cleanly when ``max_steps`` is set. `IterationCheckpoint` saves where a run resumes bit for bit: after a training batch
 or after a validation loop.
+
+A checkpoint that the file system does not take ends no run (under `FSDPUlyssesStrategy`, whose ranks agree on it): there is
+a warning, the checkpoints before it stay, and the next one is tried when it is due. Only one that is missing at the end of
+the run is an error.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -20,14 +25,19 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from fsspec.core import url_to_fs
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
-from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_rlhf import storage
+from lightning_rlhf.callbacks.manifest import write_manifest
 
 
 class IterationCheckpoint(ModelCheckpoint):
     """`ModelCheckpoint` whose steps are iterations; the run's last iteration is always saved.
 
     ``Trainer.fit(ckpt_path="last")`` resumes from the latest complete checkpoint in the folder, however it came about.
+    Beside the checkpoints and in the logger's folder ``manifest.json`` says what the run is (`callbacks.manifest`).
 
     Args:
         dirpath: folder, local or remote; None takes ``checkpoints`` in the logger's folder.
@@ -71,10 +81,21 @@ class IterationCheckpoint(ModelCheckpoint):
             auto_insert_metric_name=False,
             save_on_train_epoch_end=False,
         )
+        self._found: str | None = None
+        self._failure: storage.SaveFailed | None = None
+        self._ending = False
 
-    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        with _ignored("Checkpoint directory .* exists and is not empty"):  # that is what resuming looks like
-            super().setup(trainer, pl_module, stage)
+    def _ModelCheckpoint__warn_if_dir_not_empty(self, dirpath: Any) -> None:
+        """That is what resuming looks like."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if self._found is not None and trainer.ckpt_path is None:  # Lightning asks again, and takes an error for a no
+            raise ConnectionError(f"{self._found!r} was found and then not: the file system fails, start the run again")
+        self._found, self._ending = None, False
+        super().on_train_start(trainer, pl_module)
+        folder = trainer.log_dir if trainer.loggers else None  # a collective: all ranks
+        if trainer.is_global_zero and hasattr(pl_module, "description") and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            write_manifest(trainer, pl_module, [f for f in (self.dirpath, folder) if f is not None])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         with _ignored("The dirpath has changed from"):  # as it does with each new version of a logger's folder
@@ -96,7 +117,10 @@ class IterationCheckpoint(ModelCheckpoint):
             self._save(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._ending = True
         self._save(trainer)
+        if self._failure is not None and self._last_global_step_saved != trainer.global_step:
+            raise self._failure
 
     def _is_due(self, trainer: pl.Trainer) -> bool:
         every, interval = self._every_n_train_steps, self._train_time_interval
@@ -120,14 +144,50 @@ class IterationCheckpoint(ModelCheckpoint):
         self._save_last_checkpoint(trainer, candidates)
         self._last_time_checked = time.monotonic()
 
+    def _save_topk_checkpoint(self, trainer: pl.Trainer, monitor_candidates: dict[str, Any]) -> None:
+        with self._going_on():
+            super()._save_topk_checkpoint(trainer, monitor_candidates)
+
+    def _save_last_checkpoint(self, trainer: pl.Trainer, monitor_candidates: dict[str, Any]) -> None:
+        with self._going_on():
+            super()._save_last_checkpoint(trainer, monitor_candidates)
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """If the checkpoint cannot be written, what is known of the earlier ones stays as it was."""
+        known = {name: copy(value) for name, value in self.state_dict().items()}
+        try:
+            yield
+        except storage.SaveFailed as failure:
+            vars(self).update(known)
+            self._failure = failure
+            if not self._ending:  # then it is raised
+                rank_zero_warn(
+                    f"{failure}. The run goes on with the checkpoints it has, the next is tried when it is due"
+                )
+
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
         with trainer.lightning_module.phases("checkpoint"):  # type: ignore[operator]
             super()._save_checkpoint(trainer, filepath)
+        self._failure = None
+
+    def file_exists(self, filepath: Any, trainer: pl.Trainer) -> bool:
+        try:
+            return storage.on_rank_zero(lambda: storage.exists(str(filepath)))
+        except OSError as error:
+            raise storage.failure(error, str(filepath)) from error  # type: ignore[misc]
 
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
         folder = str(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
         latest = latest_complete(folder) or _latest_of_versions(folder)
-        return set() if latest is None else {latest}
+        if latest is None:
+            return set()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._found = latest
+        if not _is_local_file_protocol(latest):  # Lightning asks for its time, and stores know none of folders
+            marker = f"{latest}/{storage.MARKER}"
+            return {marker if storage.exists(marker) else latest}
+        return {latest}
 
 
 def _latest_of_versions(folder: str) -> str | None:
@@ -136,10 +196,7 @@ def _latest_of_versions(folder: str) -> str | None:
     if parts is None:
         return None
     name, inside = parts[1], parts[2]
-    fs, root = url_to_fs(name)
-    if not fs.isdir(root):
-        return None
-    numbers = [entry.rpartition("version_")[2] for entry in fs.ls(root, detail=False)]
+    numbers = [path.rpartition("version_")[2] for path, _ in storage.listed(name)]
     for number in sorted((int(n) for n in numbers if n.isdigit()), reverse=True):
         if latest := latest_complete(f"{name}/version_{number}/{inside}"):
             return latest
@@ -151,19 +208,11 @@ def latest_complete(dirpath: str) -> str | None:
 
     A sharded checkpoint is a folder whose metadata file is written last; one without it was interrupted.
     """
-    fs, root = url_to_fs(dirpath)
-    if not fs.isdir(root):
-        return None
-    finished = {}
-    for entry in fs.ls(root, detail=False):
-        path = entry.rstrip("/")
-        proof = f"{path}/{_METADATA_FILENAME}" if fs.isdir(path) else path
-        if path.endswith(ModelCheckpoint.FILE_EXTENSION) and fs.exists(proof):
-            finished[path] = fs.modified(proof)
+    finished = dict(storage.complete_in(dirpath))
     if not finished:
         return None
     latest = max(finished, key=finished.__getitem__)
-    return latest if _is_local_file_protocol(dirpath) else fs.unstrip_protocol(latest)
+    return latest if _is_local_file_protocol(dirpath) else url_to_fs(dirpath)[0].unstrip_protocol(latest)
 
 
 def _stops_early(trainer: pl.Trainer) -> bool:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -104,17 +105,15 @@ def export(
     """
     keep = strategy.is_global_zero
     if adapter:
-        weights = _gather_on_first_rank(actor.adapter.named_parameters(), None, keep)
+        weights = gather_on_host(actor.adapter.named_parameters(), None, keep)
     else:
-        weights = _gather_on_first_rank(actor.hf_named_parameters(), torch.bfloat16, keep)
+        weights = gather_on_host(actor.hf_named_parameters(), torch.bfloat16, keep)
         weights |= {name: buffer.cpu() for name, buffer in actor.hf_named_buffers()}
     failure = None
     if strategy.is_global_zero:
         try:
             if adapter:
-                with _appearing_whole(target) as draft:
-                    actor.adapter.save(draft, weights)
-                    tokenizer.save_pretrained(draft)
+                write_adapter(target, weights, actor.adapter, tokenizer)
             else:
                 write_folder(target, weights, model_path, tokenizer, trust_remote_code, config_overrides)
         except Exception as error:
@@ -131,6 +130,7 @@ def write_folder(
     tokenizer: Any,
     trust_remote_code: bool = False,
     config_overrides: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Write weights, config, generation config and tokenizer under a temporary name, then rename.
 
@@ -141,14 +141,27 @@ def write_folder(
         tokenizer: anything with ``save_pretrained``.
         trust_remote_code: the model's class comes with its folder.
         config_overrides: with which the model was built; they become part of its config.
+        dtype: of the weights, for the config.
     """
     with _appearing_whole(target) as draft:
-        model = _skeleton(model_path, trust_remote_code, config_overrides)
+        model = _skeleton(model_path, trust_remote_code, config_overrides, dtype)
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         model.save_pretrained(draft, state_dict={n: t for n, t in weights.items() if n not in tied})
         tokenizer.save_pretrained(draft)
         for file in Path(model_path).glob("*processor_config.json"):  # of images, if the model takes some
             shutil.copyfile(file, draft / file.name)
+
+
+def write_adapter(target: Path, weights: dict[str, Tensor], adapter: Any, tokenizer: Any) -> None:
+    """Write an adapter in peft's format and the tokenizer, likewise.
+
+    Args:
+        weights: full tensors by the names of ``adapter.named_parameters``.
+        adapter: see `modules.lora`.
+    """
+    with _appearing_whole(target) as draft:
+        adapter.save(draft, weights)
+        tokenizer.save_pretrained(draft)
 
 
 @contextmanager
@@ -166,25 +179,32 @@ def _appearing_whole(target: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _skeleton(model_path: str, trust_remote_code: bool, config_overrides: Mapping[str, Any] | None) -> Any:
+def _skeleton(
+    model_path: str, trust_remote_code: bool, config_overrides: Mapping[str, Any] | None, dtype: torch.dtype
+) -> Any:
     """The model without weights: what `save_pretrained` needs to know of its class."""
     from transformers import GenerationConfig
 
     config = load_config(model_path, config_overrides, trust_remote_code)
     with torch.device("meta"):
-        model = auto_class(config).from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
+        model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     if (Path(model_path) / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(model_path)
     return model
 
 
-def _gather_on_first_rank(
-    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, keep: bool
+def gather_on_host(
+    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, keep: bool = True
 ) -> dict[str, Tensor]:
+    """Full tensors in host memory, empty without ``keep``; see `rollout.weights.gather`. Tied names share one tensor."""
     from lightning_rlhf.rollout.weights import gather
 
     kept = {}
+    earlier: Callable[[], Tensor | None] = lambda: None  # noqa: E731
     for name, tensor in gather(named, dtype):
-        if keep:
-            kept[name] = tensor.to("cpu", copy=True)  # it may be the parameter itself
+        if not keep:
+            continue
+        if earlier() is not tensor:
+            earlier, copy = weakref.ref(tensor), tensor.to("cpu", copy=True)  # it may be the parameter itself
+        kept[name] = copy
     return kept

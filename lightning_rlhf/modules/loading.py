@@ -5,7 +5,7 @@ meta_parameters():  build, shard, allocate  ─▶  load_pretrained: every rank 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -65,8 +65,7 @@ def load_pretrained(
     stored = _stored_names(settings.path)
 
     def in_checkpoint(name: str) -> str:
-        known_as = hf_name(name)
-        return known_as if known_as in stored else original_name(known_as)
+        return _known_as(hf_name(name), stored)
 
     seen: dict[int, str] = {}
     state = {}
@@ -87,14 +86,48 @@ def load_pretrained(
     strategy.reshard(root)
 
 
-def _stored_names(path: str) -> set[str]:
+def pretrained_tensors(
+    root: nn.Module, names: Mapping[str, list[str]], settings: ModelSettings, hf_name: Callable[[str], str]
+) -> Callable[[str], Tensor]:
+    """A function that reads one full tensor of an unsharded ``root`` from ``settings.path``, in the dtype it has in ``root``.
+
+    Where the names in the folder are not the module's, transformers loads the whole model, as in `load_pretrained`.
+
+    Args:
+        names: what will be read, and all names of it in ``root``.
+        hf_name: name in ``root`` -> name in the folder.
+    """
     from safetensors import safe_open
 
-    names: set[str] = set()
+    stored = _stored_names(settings.path)
+    dtypes = {name: parameter.dtype for name, parameter in root.named_parameters(remove_duplicate=False)}
+    places = {n: [k for name in same if (k := _known_as(hf_name(name), stored)) in stored] for n, same in names.items()}
+    if not all(places.values()):
+        others = tuple(n for n in dtypes if n not in {name for same in names.values() for name in same})
+        return _full_state(root, settings, hf_name, others).__getitem__
+
+    def read(name: str) -> Tensor:
+        known_as = places[name][0]
+        with safe_open(stored[known_as], framework="pt") as handle:
+            return handle.get_tensor(known_as).to(dtypes[name])
+
+    return read
+
+
+def _known_as(name: str, stored: Container[str]) -> str:
+    """A transformers name as a folder with the names ``stored`` has it."""
+    return name if name in stored else original_name(name)
+
+
+def _stored_names(path: str) -> dict[str, Path]:
+    """The file that each tensor is in."""
+    from safetensors import safe_open
+
+    files: dict[str, Path] = {}
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, framework="pt") as handle:
-            names.update(handle.keys())
-    return names
+            files.update(dict.fromkeys(handle.keys(), file))
+    return files
 
 
 def _broadcast_pretrained(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from lightning_rlhf.modules.settings import LoRA
 
@@ -55,12 +55,15 @@ class Adapter:
         from transformers.pytorch_utils import Conv1D
 
         _check_names(model, lora)
-        config = lora.config(source)
+        config = lora.config()
         config.fan_in_fan_out = any(isinstance(module, Conv1D) for module in model.modules())
         self.model, self.lora = part or model, lora
         with warnings.catch_warnings():  # of transformers 5.24 to peft
             warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
             self.peft: Any = get_peft_model(model, config, autocast_adapter_dtype=False)
+        self.peft.peft_config[
+            "default"
+        ].base_model_name_or_path = source  # peft takes the folder that the config is from
         self.layers = _layers(self.model)
         self.copies = [m for m in self.model.modules() if isinstance(m, ModulesToSaveWrapper)]
         for _, parameter in self.named_parameters():
@@ -116,22 +119,22 @@ class Adapter:
 
     # -- what leaves the trainer -------------------------------------------------------------------
 
-    def merged(self) -> Iterator[tuple[str, Tensor]]:
+    def merged(self, value: Callable[[nn.Parameter], Tensor] = lambda p: p) -> Iterator[tuple[str, Tensor]]:
         """(transformers name, shard) of the model with the adapter merged in float32; nothing in the model changes.
 
         Names that share a parameter come one after the other. A collective over the parameters' mesh.
+
+        Args:
+            value: of a parameter of the model, where that is on the meta device; asked for once each.
         """
         layers = {id(layer.get_base_layer().weight): layer for layer in self.layers}
         left_out = {id(p) for layer in self.layers for m in (layer.lora_A, layer.lora_B) for p in m.parameters()}
         left_out |= {id(p) for copy in self.copies for p in copy.original_module.parameters()}
-        names: dict[int, list[str]] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(hf_name(name))
-        for parameter in self.model.parameters():
+        for names, parameter in parameters_with_names(self.model):
             if id(parameter) not in left_out:
                 layer = layers.get(id(parameter))
-                tensor = parameter if layer is None else _merge(layer)
-                yield from ((name, tensor) for name in names[id(parameter)])
+                tensor = value(parameter) if layer is None else _merge(layer, value)
+                yield from ((hf_name(name), tensor) for name in names)
 
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         """Write an adapter folder in peft's format.
@@ -141,6 +144,14 @@ class Adapter:
         """
         state = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
         self.peft.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
+
+
+def parameters_with_names(model: nn.Module) -> Iterator[tuple[list[str], nn.Parameter]]:
+    """Each parameter once, with all its names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    yield from ((names[id(parameter)], parameter) for parameter in model.parameters())
 
 
 def hf_name(name: str) -> str:
@@ -156,14 +167,19 @@ def trained_matrices(root: nn.Module) -> tuple[int, int]:
     return trained, sum(p.numel() for name, p in root.named_parameters() if ".lora_" in name)
 
 
-def _merge(layer: Any) -> Tensor:
+def _merge(layer: Any, value: Callable[[nn.Parameter], Tensor]) -> Tensor:
     """W + s·B·A in float32, sharded as W is. Its rows are those of B, so only A travels."""
     weight, a, b = (
-        m.weight.detach().float() for m in (layer.get_base_layer(), layer.lora_A["default"], layer.lora_B["default"])
+        value(m.weight).detach().float()
+        for m in (layer.get_base_layer(), layer.lora_A["default"], layer.lora_B["default"])
     )
-    delta = b @ a.redistribute(placements=[Replicate()] * a.device_mesh.ndim)
+    if isinstance(a, DTensor):
+        a = a.redistribute(placements=[Replicate()] * a.device_mesh.ndim)
+    delta = b @ a
     if layer.fan_in_fan_out:  # GPT-2 keeps its matrices the other way round
-        delta = delta.t().redistribute(placements=weight.placements)
+        delta = delta.t()
+        if isinstance(delta, DTensor):
+            delta = delta.redistribute(placements=weight.placements)  # type: ignore[attr-defined]
     return weight + layer.scaling["default"] * delta
 
 

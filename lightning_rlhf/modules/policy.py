@@ -37,7 +37,7 @@ from lightning_rlhf.ulysses import (
 )
 
 if TYPE_CHECKING:
-    from lightning_rlhf.strategy import FSDPUlyssesStrategy
+    from lightning_rlhf.strategy import FSDP2Precision, FSDPUlyssesStrategy
 
 
 class _PackedModel(nn.Module):
@@ -166,8 +166,7 @@ class Policy(_PackedModel):
 
     def hf_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """(transformers name, tensor) of what belongs to the weights and is not trained, in its own dtype."""
-        kept = self.model.state_dict().keys()
-        yield from ((hf_name(name), buffer) for name, buffer in self.model.named_buffers() if name in kept)
+        yield from ((hf_name(name), buffer) for name, buffer in saved_buffers(self.model))
 
     @property
     def units(self) -> list[nn.Module]:
@@ -199,6 +198,12 @@ class Critic(_PackedModel):
         return self.layers
 
 
+def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, buffer) of those that checkpoints hold."""
+    kept = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
+
+
 def check_model(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, critic: bool = False) -> int:
     """Refuse a model that cannot be trained here, before its weights are loaded; returns the longest sequence it takes.
 
@@ -211,6 +216,20 @@ def check_model(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, criti
     text = root.model.config.get_text_config()  # type: ignore[union-attr,operator]
     limits = (getattr(text, "max_position_embeddings", None), position_limit(text))
     return min(limit or 2**31 for limit in limits)
+
+
+def unsharded_actor(
+    settings: ModelSettings, precision: FSDP2Precision, source: str | None = None
+) -> tuple[nn.Module, Adapter | None]:
+    """The actor's transformers model with its adapter, parameters on the meta device: their names, shapes and dtypes.
+
+    Args:
+        source: what an adapter's base is called, if not as in ``settings``.
+    """
+    with meta_parameters():
+        model = _causal_lm(settings, _stored_dtype(settings, precision), precision)
+        LogProbHead.replace(model)
+        return model, _adapter(model, settings, precision, source)
 
 
 def build_policy(
@@ -257,28 +276,37 @@ def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, seed
 
 def _policy_on_meta(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, frozen: bool) -> Policy:
     with meta_parameters():
-        dtype = torch.bfloat16 if frozen else _stored_dtype(settings, strategy)
-        model = _causal_lm(settings, dtype, strategy)
+        precision = strategy.precision_plugin
+        dtype = torch.bfloat16 if frozen else _stored_dtype(settings, precision)
+        model = _causal_lm(settings, dtype, precision)
         policy = Policy(model, strategy, settings)
-        if settings.lora is not None and not frozen:
-            policy.adapter = Adapter(model, settings.lora, strategy.precision_plugin.param_dtype, settings.source)
+        if not frozen:
+            policy.adapter = _adapter(model, settings, precision)
     return policy
+
+
+def _adapter(
+    model: nn.Module, settings: ModelSettings, precision: FSDP2Precision, source: str | None = None
+) -> Adapter | None:
+    if settings.lora is None:
+        return None
+    return Adapter(model, settings.lora, precision.param_dtype, source or settings.source)
 
 
 def _critic_on_meta(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> tuple[Critic, str]:
     """Also what the checkpoint puts before the names of the backbone."""
     with meta_parameters():
-        causal = _causal_lm(settings, _stored_dtype(settings, strategy), strategy)
+        precision = strategy.precision_plugin
+        causal = _causal_lm(settings, _stored_dtype(settings, precision), precision)
         critic = Critic(causal.base_model, strategy, settings)  # type: ignore[arg-type]
         if settings.lora is not None:
             fresh = replace(settings.lora, adapter=None)
-            critic.adapter = Adapter(causal, fresh, strategy.precision_plugin.param_dtype, part=critic.model)
+            critic.adapter = Adapter(causal, fresh, precision.param_dtype, part=critic.model)
     return critic, f"{causal.base_model_prefix}."
 
 
-def _stored_dtype(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> torch.dtype:
+def _stored_dtype(settings: ModelSettings, precision: FSDP2Precision) -> torch.dtype:
     """Of a trained model's parameters; a frozen base needs no more digits than are computed with."""
-    precision = strategy.precision_plugin
     return precision.param_dtype if settings.lora is None else precision.compute_dtype
 
 
@@ -287,7 +315,7 @@ def _added(root: _PackedModel) -> tuple[str, ...]:
     return () if root.adapter is None else tuple(f"model.{name}" for name, _ in root.adapter.named_parameters())
 
 
-def _causal_lm(settings: ModelSettings, dtype: torch.dtype, strategy: FSDPUlyssesStrategy) -> nn.Module:
+def _causal_lm(settings: ModelSettings, dtype: torch.dtype, precision: FSDP2Precision) -> nn.Module:
     """Without any randomness in training mode: log-probs of rollout, old policy and update must be of one distribution."""
     config = deepcopy(settings.config)
     check_packable(config)
@@ -308,5 +336,5 @@ def _causal_lm(settings: ModelSettings, dtype: torch.dtype, strategy: FSDPUlysse
             module.p = 0.0
     model.tie_weights()
     if is_vision_language(config) and settings.freeze_vision:
-        freeze(model.base_model.visual, strategy.precision_plugin.compute_dtype if dtype == torch.float32 else dtype)
+        freeze(model.base_model.visual, precision.compute_dtype if dtype == torch.float32 else dtype)
     return model

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 
 from lightning_rlhf.images import ImageEncoder
+from lightning_rlhf.manifest import RUN, check_resumed, versions
 from lightning_rlhf.modules.policy import Policy, build_policy, check_model
 from lightning_rlhf.modules.settings import ModelSettings
 
@@ -76,6 +77,24 @@ class ModelRoles(pl.LightningModule):
         """One group per role: clipped, checked and logged on its own."""
         trained = [p for p in self.actor.parameters() if p.requires_grad]
         return [{"params": trained, "lr": self.lr, "role": "actor"}]
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What this run is made of, as its checkpoints and its manifest say it; see `manifest`."""
+        return {
+            "class": f"{type(self).__module__}.{type(self).__qualname__}",
+            "precision": self.strategy.precision_plugin.precision,
+            "roles": {name: settings.description for name, settings in self.roles.items() if name != "reference"},
+            "versions": versions(),
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[RUN] = self.description
+
+    def check_checkpoint(self, path: str, checkpoint: dict[str, Any]) -> None:
+        """Called by the strategy before it reads tensors: refuse those of a run that this one cannot go on with."""
+        if RUN in checkpoint:
+            check_resumed(path, checkpoint[RUN], self.description, training=self.trainer.training)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.iteration = checkpoint["global_step"]

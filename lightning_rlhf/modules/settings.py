@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,13 +51,12 @@ class LoRA:
         if self.adapter is not None:
             self._check_adapter(Path(self.adapter))
 
-    def config(self, base: str | None = None) -> LoraConfig:
-        """In peft's terms; ``base`` is the folder or hub id of the causal language model that it is for."""
+    def config(self) -> LoraConfig:
+        """In peft's terms, for a causal language model."""
         from peft import LoraConfig
 
         return LoraConfig(
             task_type="CAUSAL_LM",
-            base_model_name_or_path=base,
             r=int(self.r),  # of the command line they are of a class of their own
             lora_alpha=int(self.alpha),
             use_rslora=self.rslora,
@@ -173,6 +172,23 @@ class ModelSettings:
     def config(self) -> Any:
         """Of transformers, overrides applied."""
         return load_config(self.path, self.config_overrides, self.trust_remote_code)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What a checkpoint has to say of the model so that its tensors are one again: plain containers."""
+        text = self.config.get_text_config()
+        local = Path(self.model).expanduser()
+        return {
+            "model": self.model,
+            "folder": str(local.resolve()) if local.is_dir() else None,
+            "shape": {name: getattr(text, name, None) for name in _SHAPE},
+            "lora": None if self.lora is None else asdict(self.lora),
+            **{name: getattr(self, name) for name in ("config_overrides", "trust_remote_code", "freeze_vision")},
+        }
+
+
+_SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+"""Options of a transformers config by which a model of another kind or size is told."""
 
 
 class CriticSettings(ModelSettings):

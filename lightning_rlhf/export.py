@@ -1,0 +1,254 @@
+"""From a checkpoint to a Hugging Face folder, in one process: no run, no data, no GPU, no process group.
+
+    meta.pt: what the run was (`manifest`) ─▶ the actor's model on the meta device: names and shapes
+    DCP shards, bucket by bucket ─▶ full tensors, an adapter merged ─▶ dtype ─▶ what `HFExport` writes during training
+
+At most one copy of the model in the dtype of the export is in memory, and about 1 GiB. Parameters that were not trained are in no
+checkpoint: they are read one by one from the model that the run started from.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import yaml
+from fsspec.core import url_to_fs
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lightning_rlhf import restricted
+from lightning_rlhf.callbacks.checkpoint import latest_complete
+from lightning_rlhf.callbacks.hf_export import gather_on_host, write_adapter, write_folder
+from lightning_rlhf.manifest import RUN
+from lightning_rlhf.modules.loading import pretrained_tensors
+from lightning_rlhf.modules.lora import Adapter, hf_name, parameters_with_names
+from lightning_rlhf.modules.policy import saved_buffers, unsharded_actor
+from lightning_rlhf.modules.settings import LoRA, ModelSettings
+from lightning_rlhf.paths import local_path
+from lightning_rlhf.plan.offline import precision_name
+from lightning_rlhf.storage import INDEX, MARKER
+from lightning_rlhf.strategy import FSDP2Precision
+from lightning_rlhf.tiny import TINY
+
+_PREFIX = "state_dict.actor.model."
+"""Of the policy's tensors in a checkpoint; what follows is their name in the transformers model."""
+
+_BUCKET = 1 << 28
+"""Bytes that are read from a checkpoint at once."""
+
+
+def export_checkpoint(
+    checkpoint: str,
+    out: str,
+    adapter: bool = False,
+    dtype: str | None = None,
+    model: str | None = None,
+    config: str | None = None,
+) -> str:
+    """Write the policy of a checkpoint as a Hugging Face folder; returns what was written, in words.
+
+    Args:
+        checkpoint: folder or URL that the strategy wrote, of any mesh.
+        out: local folder, which must not exist or be empty.
+        adapter: of LoRA only the adapter, in peft's format; otherwise it is merged.
+        dtype: of the tensors; by default bfloat16, of an adapter the one it was trained in.
+        model: where the model that the run started from is now, if not where it was.
+        config: YAML of the run, for checkpoints that do not say what the run was.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint, or no model.
+        ValueError: it is not whole, not of this model, has no adapter, or ``out`` is taken.
+    """
+    from transformers import AutoTokenizer
+
+    target = Path(out).expanduser()
+    _check_target(out, target)
+    metadata, index = _read(checkpoint)
+    run = _from_config(config) if config else metadata.get(RUN)
+    if run is None:
+        raise ValueError(f"{checkpoint!r} does not say what run it is of: give the run's YAML with --config")
+    role = run["roles"]["actor"]
+    if adapter and role["lora"] is None:
+        raise ValueError(f"{checkpoint!r} has no adapter, it was trained without LoRA: leave --adapter out")
+    reader = _Reader(checkpoint, index)
+    where = model or role["folder"] or role["model"]
+    settings = _settings(role, where)
+    root, lora = unsharded_actor(
+        settings, FSDP2Precision(run["precision"]), None if where == TINY else model or role["model"]
+    )
+    value, buffers = _values(reader, root, settings, where)
+    tokenizer = AutoTokenizer.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
+    asked = None if dtype is None else getattr(torch, dtype)
+    if adapter:
+        assert lora is not None
+        tensors = gather_on_host(((name, value(p)) for name, p in lora.named_parameters()), asked)
+        write_adapter(target, tensors, lora, tokenizer)
+        what = f"LoRA adapter (r={lora.lora.r})"
+    else:
+        kind = asked or torch.bfloat16
+        tensors = gather_on_host(_named(root, lora, value), kind)
+        tensors |= buffers()
+        trust, changes = settings.trust_remote_code, settings.config_overrides
+        write_folder(target, tensors, settings.path, tokenizer, trust, changes, kind)
+        what = type(root).__name__ + (" with its adapter merged" if lora else "")
+    return f"{what} of iteration {metadata['global_step']} in {target}"
+
+
+def _named(
+    root: nn.Module, adapter: Adapter | None, value: Callable[[nn.Parameter], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """What `Policy.hf_named_parameters` gives in a run."""
+    if adapter is not None:
+        yield from adapter.merged(value)
+        return
+    for names, parameter in parameters_with_names(root):
+        tensor = value(parameter)
+        yield from ((name, tensor) for name in names)
+
+
+class _Reader(restricted.Reader):
+    """Of a checkpoint's tensors.
+
+    Attributes:
+        tensors: shapes and dtypes of the policy's, by their names in the transformers model.
+    """
+
+    def __init__(self, path: str, index: Any) -> None:
+        super().__init__(path, index)
+        self.name = path
+        self.tensors = {
+            key.removeprefix(_PREFIX): entry
+            for key, entry in index.state_dict_metadata.items()
+            if key.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
+        }
+
+    def load(self, entries: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+        """Full tensors, put together from whatever shards there are."""
+        tensors = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in entries.items()}
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process.*")  # it is
+                dcp.load({f"{_PREFIX}{n}": t for n, t in tensors.items()}, storage_reader=self, no_dist=True)
+        except CheckpointException as error:
+            reason = next((f"{type(e).__name__}: {e}" for e, _ in error.failures.values()), str(error))
+            raise ValueError(f"{self.name!r} cannot be read: {reason.splitlines()[0]}") from error
+        return tensors
+
+
+def _values(
+    reader: _Reader, root: nn.Module, settings: ModelSettings, where: str
+) -> tuple[Callable[[nn.Parameter], Tensor], Callable[[], dict[str, Tensor]]]:
+    """Functions that read a parameter of an unsharded actor, and its buffers by transformers' name.
+
+    What is in the checkpoint is read ahead in the model's own order; the rest is in the model that training started from.
+    """
+    stored = reader.tensors
+    names = {id(parameter): same for same, parameter in parameters_with_names(root)}
+    known = {key: next((name for name in same if name in stored), same[0]) for key, same in names.items()}
+    own_buffers = dict(saved_buffers(root))
+    _check_tensors(reader, root, own_buffers)
+    read = _read_ahead(reader, [name for name in (*known.values(), *own_buffers) if name in stored])
+    untrained = {known[key]: same for key, same in names.items() if known[key] not in stored}
+    if untrained:
+        base = replace(settings, model=local_path(where, settings.trust_remote_code))
+        pretrained = pretrained_tensors(root, untrained, base, hf_name)
+
+    def value(parameter: nn.Parameter) -> Tensor:
+        name = known[id(parameter)]
+        return read(name) if name in stored else pretrained(name)
+
+    return value, lambda: {hf_name(n): read(n) if n in stored else buffer for n, buffer in own_buffers.items()}
+
+
+def _read_ahead(reader: _Reader, names: list[str]) -> Callable[[str], Tensor]:
+    """A function that reads each of ``names`` once, best in their order: the next `_BUCKET` bytes come with one that is due."""
+    waiting, held = names[::-1], dict[str, Tensor]()
+
+    def read(name: str) -> Tensor:
+        while name not in held:
+            bucket: dict[str, TensorStorageMetadata] = {}
+            size = 0
+            while waiting and (not bucket or size < _BUCKET):
+                entry = reader.tensors[waiting[-1]]
+                bucket[waiting.pop()] = entry
+                size += entry.size.numel() * entry.properties.dtype.itemsize
+            held.update(reader.load(bucket))
+        return held.pop(name)
+
+    return read
+
+
+def _check_tensors(reader: _Reader, root: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless all that the checkpoint has of the policy is part of ``root``, and some of its parameters are."""
+    own = {**dict(root.named_parameters(remove_duplicate=False)), **buffers}
+    for name, entry in reader.tensors.items():
+        if name not in own or own[name].shape != entry.size:
+            here = f"{tuple(own[name].shape)} in the model" if name in own else "unknown to the model"
+            raise ValueError(
+                f"{reader.name!r} is of another model: {hf_name(name)} has shape {tuple(entry.size)}, it is {here}"
+            )
+    if not reader.tensors.keys() - buffers.keys():
+        raise ValueError(f"{reader.name!r} holds no policy: it was not written by a module of this package")
+
+
+def _check_target(out: str, target: Path) -> None:
+    if not _is_local_file_protocol(out):
+        raise ValueError(f"an export goes to a local folder, got {out!r}: copy it from there")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{out!r} exists and is not an empty folder: give another one")
+
+
+def _read(path: str) -> tuple[dict[str, Any], Any]:
+    """What a checkpoint says besides its tensors, and where these are."""
+    with suppress(FileNotFoundError):
+        return restricted.read(path, trusted=False)
+    fs, root = url_to_fs(path)
+    if not fs.exists(root):
+        raise FileNotFoundError(f"there is no checkpoint {path!r}")
+    if latest := latest_complete(path):
+        raise ValueError(f"{path!r} is a folder of checkpoints: give one of them, the latest is {latest}")
+    files = [entry.rpartition("/")[2] for entry in fs.ls(root, detail=False)] if fs.isdir(root) else []
+    if any(name.endswith(".distcp") or name == MARKER for name in files):
+        missing = next(name for name in (MARKER, INDEX) if name not in files)
+        raise ValueError(f"{path!r} is not a complete checkpoint: it has no {missing}")
+    raise ValueError(f"{path!r} is no checkpoint of this package: those are folders with a {MARKER}")
+
+
+def _settings(role: Mapping[str, Any], where: str) -> ModelSettings:
+    """Of the actor, without how its passes were run; only configuration and tokenizer are fetched."""
+    trust = bool(role["trust_remote_code"])
+    try:
+        folder = local_path(where, trust, weights=False, key="the model that the run started from")
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}: say with --model where it is") from error
+    lora = None if role["lora"] is None else LoRA(**{**role["lora"], "adapter": None})
+    kept = {name: role[name] for name in ("config_overrides", "freeze_vision")}
+    return ModelSettings(folder, trust_remote_code=trust, lora=lora, **kept)
+
+
+def _from_config(path: str) -> dict[str, Any]:
+    """What a checkpoint says of its run, from the YAML of the run."""
+    config = yaml.safe_load(Path(path).read_text())
+    run = config.get("fit", config)
+    given = run.get("model") or {}
+    given = {**given, **given.get("init_args", {})}
+    if "model" not in given:
+        raise ValueError(f"--config: {path} has no model.model, it must be the YAML of a run")
+    defaults = {
+        "folder": None,
+        "lora": None,
+        "config_overrides": None,
+        "trust_remote_code": False,
+        "freeze_vision": True,
+    }
+    role = {"model": given["model"], **{name: given.get(name, value) for name, value in defaults.items()}}
+    return {"precision": precision_name((run.get("trainer") or {}).get("precision")), "roles": {"actor": role}}

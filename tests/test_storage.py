@@ -1,0 +1,604 @@
+"""Checkpoints on stores that are flaky, slow, full, closed or malicious, and of processes that die while they write."""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import os
+import pickle
+import re
+import resource
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from jsonargparse.typing import PositiveFloat
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from toys import spawn
+
+from lightning_rlhf import FSDPUlyssesStrategy, IterationCheckpoint, restricted, storage, strategy
+from lightning_rlhf.callbacks.checkpoint import latest_complete
+from lightning_rlhf.phases import Phases
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint"),
+]
+
+
+# -- a store that fails as told ----------------------------------------------------------------------------------------
+
+
+class Faulty:
+    """Asks ``fault(number of the operation, its name, path)`` first, which raises or not."""
+
+    fault: Callable[[int, str, str], None] = staticmethod(lambda number, name, path: None)
+    count = 0
+
+    @classmethod
+    def reach(cls, name: str, path: Any) -> None:
+        Faulty.count += 1
+        Faulty.fault(Faulty.count, name, str(path))
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        self.reach("open", path)
+        file = super()._open(path, mode, **kwargs)  # type: ignore[misc]
+        if mode == "wb":
+            write = file.write
+
+            def reaching(data: Any) -> int:
+                self.reach("write", path)
+                return write(data)
+
+            file.write = reaching
+        return file
+
+
+def _reaching(name: str) -> Callable[..., Any]:
+    def method(self: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        self.reach(name, path)
+        return getattr(super(Faulty, self), name)(path, *args, **kwargs)
+
+    return method
+
+
+for _name in ("info", "ls", "makedirs", "cp_file", "cat_file", "modified", "rm_file", "rm", "mv"):
+    setattr(Faulty, _name, _reaching(_name))
+
+
+class Store(Faulty, MemoryFileSystem):
+    protocol = "teststore"
+    store: dict[str, Any] = {}
+    pseudo_dirs = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.removeprefix("teststore://"))
+
+
+class Disk(Faulty, LocalFileSystem):
+    protocol = "testdisk"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.removeprefix("testdisk://"))
+
+
+fsspec.register_implementation("teststore", Store, clobber=True)
+fsspec.register_implementation("testdisk", Disk, clobber=True)
+
+
+@pytest.fixture(autouse=True)
+def fresh_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(storage, "FIRST_WAIT_S", 1e-4)
+    Store.store.clear()
+    Store.pseudo_dirs[:] = [""]
+    yield
+    Faulty.fault, Faulty.count = staticmethod(lambda number, name, path: None), 0
+
+
+def faults(fault: Callable[[int, str, str], None]) -> None:
+    Faulty.fault, Faulty.count = staticmethod(fault), 0
+
+
+# -- a small run -------------------------------------------------------------------------------------------------------
+
+
+class Toy(pl.LightningModule):
+    """A sharded layer that learns; ``option`` is one of its optimizer that is no tensor."""
+
+    def __init__(self, option: Any = 0.5) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net: nn.Module | None = None
+        self.phases, self.option = Phases(), option
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            torch.manual_seed(1)
+            self.net = nn.Linear(64, 64)
+            self.trainer.strategy.shard(self.net, [])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam([{"params": list(self.parameters()), "option": self.option}], lr=0.1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        batch = torch.randn(1, 64, generator=torch.Generator().manual_seed(self.trainer.global_step))
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward((self.net(batch) - batch).square().mean())
+        optimizer.step()
+
+
+class Resumable(torch.utils.data.DataLoader):
+    """Says that it can resume, so that Lightning does not warn."""
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        pass
+
+
+class Watch(pl.Callback):
+    """``before(iteration)`` each one; notes the complete checkpoints that are there then."""
+
+    def __init__(self, folder: str, before: Callable[[int], None] = lambda iteration: None) -> None:
+        self.folder, self.before = folder, before
+        self.seen: dict[int, list[str]] = {}
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.seen[trainer.global_step + 1] = complete(self.folder)
+        self.before(trainer.global_step + 1)
+
+
+def complete(folder: str) -> list[str]:
+    return sorted(name.rpartition("/")[2].removesuffix(".ckpt") for name, _ in storage.complete_in(folder))
+
+
+def fit(
+    iterations: int, *callbacks: pl.Callback, module: Toy | None = None, devices: int = 1, **options: Any
+) -> Tensor:
+    """The weights after so many iterations."""
+    torch.set_num_threads(1)
+    module = module or Toy()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=FSDPUlyssesStrategy(),
+        max_steps=iterations,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=any(isinstance(c, IterationCheckpoint) for c in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+    )
+    trainer.fit(module, Resumable(range(16)), **options)
+    return module.net.weight.full_tensor().detach().clone()
+
+
+def each(folder: Any, **options: Any) -> IterationCheckpoint:
+    return IterationCheckpoint(folder, filename="{step}", every_n_train_steps=1, **options)
+
+
+# -- nothing in a checkpoint is run ------------------------------------------------------------------------------------
+
+
+class Evil:
+    """Leaves a file when it is unpickled."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.proof}",)
+
+
+def in_index(checkpoint: Path, evil: Evil, monkeypatch: Any) -> None:
+    index = pickle.loads((checkpoint / ".metadata").read_bytes())
+    index.planner_data["extra"] = evil
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def in_marker(checkpoint: Path, evil: Evil, monkeypatch: Any) -> None:
+    content = torch.load(checkpoint / storage.MARKER, weights_only=True)
+    torch.save(content | {"extra": evil}, checkpoint / storage.MARKER)
+
+
+def in_shards(checkpoint: Path, evil: Evil, monkeypatch: Any) -> None:
+    monkeypatch.setattr(strategy, "_plain", lambda value: value)
+    shutil.rmtree(checkpoint)
+    fit(2, each(checkpoint.parent), module=Toy(option=evil))
+
+
+@pytest.mark.parametrize(
+    ("place", "said"), [(in_index, r"\.metadata"), (in_marker, r"meta\.pt"), (in_shards, "shards")]
+)
+def test_what_others_put_into_a_checkpoint_is_refused_unless_they_are_trusted(place, said, tmp_path, monkeypatch):
+    proof = tmp_path / "proof"
+    fit(2, each(tmp_path / "ck"))
+    place(tmp_path / "ck/2.ckpt", Evil(proof), monkeypatch)
+    message = (
+        rf"^'.*2\.ckpt' was not loaded, its {said} would run posix\.system, .* set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 "
+    )
+    with pytest.raises(restricted.UntrustedCheckpoint, match=message):
+        fit(3, ckpt_path=str(tmp_path / "ck/2.ckpt"))
+    assert not proof.exists()
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    fit(3, ckpt_path=str(tmp_path / "ck/2.ckpt"))
+    assert proof.exists()
+    proof.unlink()
+    monkeypatch.delenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    load = FSDPUlyssesStrategy.load_checkpoint
+    monkeypatch.setattr(
+        FSDPUlyssesStrategy, "load_checkpoint", lambda self, path, weights_only: load(self, path, False)
+    )
+    fit(3, ckpt_path=str(tmp_path / "ck/2.ckpt"))
+    assert proof.exists()
+
+
+def test_numbers_of_the_command_line_are_known(tmp_path, monkeypatch):
+    monkeypatch.setattr(strategy, "_plain", lambda value: value)  # as it was
+    fit(2, each(tmp_path / "ck"), module=Toy(option=PositiveFloat(0.5)))
+    assert b"PositiveFloat" in next((tmp_path / "ck/2.ckpt").glob("*.distcp")).read_bytes()
+    assert torch.equal(fit(3, ckpt_path=str(tmp_path / "ck/2.ckpt")), fit(3))
+
+
+def test_the_index_of_every_kind_of_tensor_is_known(tmp_path):
+    state: dict[str, Any] = {"number": 1.0, "nested": {"list": [torch.ones(2), (1, "a")]}}
+    for bits in (torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.bool):
+        state[str(bits)] = torch.zeros(3, 2).to(bits)
+    for bits in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.uint16):
+        state[str(bits)] = torch.zeros(3, 2, dtype=bits)
+    dcp.save(state, checkpoint_id=tmp_path / "ck")  # torch's own writer: it notes a Path
+    torch.save({}, tmp_path / "ck" / storage.MARKER)
+    assert restricted.read(str(tmp_path / "ck"), trusted=False) == restricted.read(str(tmp_path / "ck"), trusted=True)
+
+
+# -- flaky and slow ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("reset"), TimeoutError("slow"), OSError(errno.EIO, "input")])
+def test_what_may_pass_is_tried_again_with_growing_pauses(error, monkeypatch, caplog):
+    pauses: list[float] = []
+    monkeypatch.setattr(storage, "FIRST_WAIT_S", 1.0)
+    monkeypatch.setattr(storage.time, "sleep", pauses.append)
+    answers = iter([error, error, error, "there"])
+
+    def answer() -> str:
+        if isinstance(value := next(answers), str):
+            return value
+        raise value
+
+    assert storage.retried(answer) == "there"
+    assert pauses == [1, 2, 4]
+    assert [record.message for record in caplog.records][-1] == f"{type(error).__name__}: {error}, trying again in 4 s"
+    pauses.clear()
+    answers = iter([error] * 8)
+    with pytest.raises(type(error)):
+        storage.retried(answer)
+    assert pauses == [1, 2, 4, 8, 16, 32]
+    assert len(list(answers)) == 1
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError("x"), PermissionError("x"), OSError(errno.ENOSPC, "full"), ValueError("a mistake")]
+)
+def test_what_stays_is_raised_at_once(error):
+    answers = iter([error])
+    with pytest.raises(type(error)) as caught:
+        storage.retried(lambda: (_ for _ in ()).throw(next(answers)))
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("code", "change"),
+    [("ENOSPC", "free space"), ("EDQUOT", "free space"), ("EROFS", "make it writable"), ("EACCES", "make it writable")],
+)
+def test_a_failure_says_what_to_change(code, change):
+    error = OSError(getattr(errno, code), "the reason")
+    failure = storage.failure(error, "s3://b/1.ckpt")
+    assert str(failure).startswith("the checkpoint 's3://b/1.ckpt' could not be written (")
+    assert f"the reason): {change}" in str(failure)
+    assert storage._lasts(error)
+    assert storage.failure(CheckpointException("write", {1: (RuntimeError("CUDA out of memory"), None)}), "x") is None
+
+
+def test_errors_of_clients_that_are_no_os_errors_count():
+    class HttpError(Exception):
+        __module__ = "gcsfs.retry"
+
+    answers = iter([HttpError("503"), "there"])
+
+    def answer() -> str:
+        if isinstance(value := next(answers), str):
+            return value
+        raise value
+
+    assert storage.retried(answer) == "there"
+
+
+@pytest.mark.parametrize("every", [16, 23, 31])
+def test_a_store_of_which_every_few_operations_fail_takes_a_whole_run(every, tmp_path):
+    folder, failed = "teststore://runs", []
+    whole = fit(5)
+
+    def fault(number: int, name: str, path: str) -> None:
+        if name != "write" and number % every == 0:
+            failed.append(name)
+            raise ConnectionResetError(f"{name} {path}")
+
+    faults(fault)
+    fit(3, each(folder, save_last=True))
+    faults(lambda *_: None)
+    assert complete(folder) == ["3", "last"]
+    assert storage.listed(folder) == [("/runs/3.ckpt", True), ("/runs/last.ckpt", True)], "removed as a whole"
+    faults(fault)
+    resumed = fit(5, each(folder, save_last=True), ckpt_path=f"{folder}/last.ckpt")
+    assert torch.equal(resumed, whole)
+    assert len(failed) > 5
+    assert len(set(failed)) > 3
+
+
+def test_a_write_that_breaks_off_is_written_again_from_its_start(tmp_path):
+    broken: list[int] = []
+
+    def fault(number: int, name: str, path: str) -> None:
+        if name == "write" and "distcp" in path and number % 30 == 0 and len(broken) < 3:
+            broken.append(number)
+            raise ConnectionResetError("in the middle")
+
+    faults(fault)
+    fit(2, each("teststore://runs"))
+    assert len(broken) == 3
+    assert torch.equal(fit(4, ckpt_path="teststore://runs/2.ckpt"), fit(4))
+
+
+def test_last_is_found_in_a_store(tmp_path):
+    fit(2, each("teststore://runs"))
+    steps = Watch("teststore://runs")
+    assert torch.equal(fit(4, each("teststore://runs"), steps, ckpt_path="last"), fit(4))
+    assert list(steps.seen) == [3, 4]
+
+
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
+def test_a_run_that_cannot_read_its_last_checkpoint_does_not_start_over(tmp_path):
+    fit(2, each("teststore://runs"))
+    asked = iter(range(100))
+
+    def fault(number: int, name: str, path: str) -> None:
+        if name == "info" and path.endswith(storage.MARKER) and next(asked) == 1:  # Lightning's own question
+            raise ConnectionResetError("down")
+
+    faults(fault)
+    with pytest.raises(ConnectionError, match=r"2\.ckpt' was found and then not: .*, start the run again"):
+        fit(4, each("teststore://runs"), ckpt_path="last")
+    assert complete("teststore://runs") == ["2"]
+
+
+# -- a save that fails -------------------------------------------------------------------------------------------------
+
+
+def full(number: int, name: str, path: str) -> None:
+    if name == "write":
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def closed(number: int, name: str, path: str) -> None:
+    if name in ("open", "makedirs"):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+
+def down(number: int, name: str, path: str) -> None:
+    raise ConnectionRefusedError("the store is down")
+
+
+def no_marker(number: int, name: str, path: str) -> None:
+    if name == "write" and storage.MARKER in path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+FAULTS = {
+    "full": (full, r"could not be written \(OSError.*: .*No space left.*\): free space there, lower save_top_k"),
+    "closed": (closed, r"could not be written \(PermissionError.*: .*Permission denied.*\): make it writable"),
+    "down": (down, r"could not be written \(ConnectionRefusedError: the store is down\): look at the file system"),
+    "no marker": (no_marker, r"could not be written \(OSError: .*No space left.*\): free space there"),
+}
+
+
+class Ill(Watch):
+    """The store has a fault in some iterations, but for its own look at it."""
+
+    def __init__(self, folder: str, fault: Callable[[int, str, str], None], iterations: tuple[int, ...]) -> None:
+        super().__init__(folder, lambda iteration: faults(fault if iteration in iterations else lambda *_: None))
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        faults(lambda *_: None)
+        super().on_train_batch_start(*args)
+
+
+@pytest.mark.parametrize(("fault", "said"), FAULTS.values(), ids=FAULTS)
+def test_a_save_that_fails_is_reported_and_the_run_goes_on(fault, said):
+    watch = Ill("teststore://runs", fault, (2, 3))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        weights = fit(5, watch, each("teststore://runs"))
+    reports = [str(w.message) for w in caught if "could not be written" in str(w.message)]
+    assert len(reports) == 2
+    for iteration, report in zip((2, 3), reports, strict=True):
+        assert report.startswith(f"the checkpoint 'teststore://runs/{iteration}.ckpt' ")
+        assert re.search(said, report)
+    assert watch.seen == {1: [], 2: ["1"], 3: ["1"], 4: ["1"], 5: ["4"]}, "the last good one is kept"
+    assert storage.listed("teststore://runs") == [("/runs/5.ckpt", True)], "nothing is left of the others"
+    assert torch.equal(weights, fit(5))
+
+
+def test_a_last_save_that_fails_is_an_error():
+    watch = Ill("teststore://runs", full, (3,))
+    with pytest.warns(UserWarning, match="could not be written"), pytest.raises(storage.SaveFailed, match="free space"):
+        fit(3, watch, each("teststore://runs"))
+    faults(lambda *_: None)
+    assert complete("teststore://runs") == ["2"]
+    assert torch.equal(fit(4, each("teststore://runs"), ckpt_path="last"), fit(4))
+
+
+def test_a_save_that_fails_spoils_no_ranking():
+    """The best two of a metric; the best of all is not written."""
+
+    class Scored(Toy):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            self.log("score", {1: 3.0, 2: 9.0, 3: 1.0, 4: 2.0, 5: 5.0}[self.trainer.global_step])
+
+    watch = Ill("teststore://runs", full, (2,))
+    keep = each("teststore://runs", monitor="score", mode="max", save_top_k=2, save_last=False)
+    with pytest.warns(UserWarning, match="could not be written"):
+        fit(5, watch, keep, module=Scored())
+    assert watch.seen == {1: [], 2: ["1"], 3: ["1"], 4: ["1", "3"], 5: ["1", "4"]}
+    assert complete("teststore://runs") == ["1", "5"]
+    assert (keep.best_model_path, keep.best_model_score) == ("teststore://runs/5.ckpt", 5.0)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_reported():
+    def fault(number: int, name: str, path: str) -> None:
+        if name == "rm_file" and path.endswith("/1.ckpt/meta.pt"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    faults(fault)
+    with pytest.warns(
+        UserWarning, match=r"1\.ckpt' is not needed any more and could not be removed: .*; remove it by hand"
+    ):
+        fit(3, each("teststore://runs"))
+    assert complete("teststore://runs") == ["1", "3"]
+
+
+# -- a process that dies while it saves --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", ["teststore", "testdisk"])
+@pytest.mark.parametrize("foreign", [False, True])
+def test_at_every_moment_of_overwriting_a_checkpoint_one_is_complete(protocol, foreign, tmp_path):
+    """The process dies before its n-th operation, for every n."""
+
+    class Dead(BaseException):
+        pass
+
+    def save(value: float) -> None:
+        target = storage.prepare(path)
+        dcp.save({"x": torch.full((5,), value)}, storage_writer=storage.Writer(target))
+        storage.finish(target, path, {"value": value})
+
+    died, found = 0, []
+    while True:
+        folder = f"{protocol}://{tmp_path}/{died}"
+        path = f"{folder}/last.ckpt"
+        save(1.0)
+        fs, root = fsspec.core.url_to_fs(path)
+        if foreign:
+            fs.pipe_file(f"{root}/notes.txt", b"mine")
+
+        reached: list[int] = []
+
+        def fault(number: int, name: str, path: str, limit: int = died, reached: list[int] = reached) -> None:
+            if number > limit:
+                reached.append(number)
+                raise Dead
+
+        faults(fault)
+        try:
+            save(2.0)
+        except BaseException:  # torch has one of its own
+            if not reached:
+                raise
+        finished = not reached
+        faults(lambda *_: None)
+        latest = latest_complete(folder)
+        marker, index = restricted.read(latest, trusted=False)
+        state = {"x": torch.zeros(5)}
+        dcp.load(state, storage_reader=restricted.Reader(latest, index), planner=restricted.Planner(latest))
+        assert state["x"].tolist() == [marker["value"]] * 5
+        found.append(marker["value"])
+        assert fs.exists(f"{root}/notes.txt") == foreign
+        if finished:
+            break
+        save(3.0)  # the next run goes on from what was left
+        assert restricted.read(path, trusted=False)[0] == {"value": 3.0}
+        assert [name for name, _ in storage.listed(folder)] == [root]
+        died += 1
+    assert found == sorted(found)
+    assert {1.0, 2.0} == set(found)
+    assert died > 15
+
+
+# -- two ranks ---------------------------------------------------------------------------------------------------------
+
+
+def failing(rank: int, folder: str) -> list[dict[str, Any]]:
+    """Runs of which the one, then the other rank cannot write in iterations 2 and 4, then rank 0 not the marker."""
+    faulthandler.dump_traceback_later(150, exit=True)  # a hang fails the test
+    storage.FIRST_WAIT_S = 1e-4
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    write = storage._write
+
+    def no_room(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def told(case: str) -> dict[str, Any]:
+        def before(iteration: int) -> None:
+            ill = iteration in (2, 4)
+            storage._write = no_room if ill and case == "marker" else write
+            page = (4096, hard)  # no file of this process may grow beyond it
+            resource.setrlimit(resource.RLIMIT_FSIZE, page if ill and case == str(rank) else (soft, hard))
+
+        watch, error = Watch(f"{folder}/{case}", before), "none"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                fit(4, watch, each(f"{folder}/{case}"), devices=2)
+            except storage.SaveFailed as failure:
+                error = str(failure)
+        before(0)
+        reports = [str(w.message) for w in caught if "could not be written" in str(w.message)]
+        return {"error": error, "seen": watch.seen, "reports": reports}
+
+    results = [told(case) for case in ("0", "1", "marker")]
+    try:
+        storage.on_rank_zero(lambda: restricted.read(f"{folder}/evil", trusted=False))
+    except ValueError as error:
+        results.append({"refused": f"{type(error).__name__}: {error}"})
+    faulthandler.cancel_dump_traceback_later()
+    return results
+
+
+def test_a_rank_that_cannot_write_holds_up_no_other(tmp_path):
+    """Files are limited by the kernel; the marker, which rank 0 writes alone, by us."""
+    (tmp_path / "evil").mkdir()
+    torch.save({}, tmp_path / "evil" / storage.MARKER)
+    (tmp_path / "evil/.metadata").write_bytes(pickle.dumps(Evil(tmp_path / "proof")))
+    one, other = spawn(failing, 2, str(tmp_path))
+    assert one.pop()["refused"] == other.pop()["refused"]
+    assert not (tmp_path / "proof").exists()
+    why = [
+        r"\(OSError on rank 0: .*File too large\)",
+        r"\(OSError on rank 1: .*File too large\)",
+        r"\(OSError: .*No space",
+    ]
+    for case, reason, *ranks in zip(("0", "1", "marker"), why, one, other, strict=True):
+        for told in ranks:
+            assert re.search(rf"4\.ckpt' could not be written {reason}", told["error"])
+            assert told["seen"] == {1: [], 2: ["1"], 3: ["1"], 4: ["3"]}
+        assert [re.search(r"\d\.ckpt", report)[0] for report in ranks[0]["reports"]] == ["2.ckpt", "4.ckpt"]
+        assert ranks[1]["reports"] == []
+        assert sorted(path.name for path in (tmp_path / case).iterdir()) == ["3.ckpt"]
