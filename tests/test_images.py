@@ -190,9 +190,9 @@ def test_responses_to_one_prompt_share_its_patches_and_features_go_to_the_piece_
 # -- decoding ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def engine(folder: str) -> TransformersEngine:
-    engine = TransformersEngine()
+@pytest.fixture(scope="module", params=[64, 3])
+def engine(folder: str, request: pytest.FixtureRequest) -> TransformersEngine:
+    engine = TransformersEngine(batch_size=request.param)
     engine.setup(EngineSetup(folder, torch.device("cpu"), torch.float32, (1,), 0, 512, 32))
     engine.weight_version = 0
     return engine

@@ -20,6 +20,7 @@ from lightning_rlhf.plan.known import known_config
 from lightning_rlhf.plan.ladder import MARGIN, Ladder
 from lightning_rlhf.plan.memory import GIB, Rung
 from lightning_rlhf.rollout import TransformersEngine, VLLMEngine
+from lightning_rlhf.rollout.cache import ROOM
 from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.tiny import tiny_model
 
@@ -97,7 +98,7 @@ def test_a_device_of_unknown_size_keeps_what_was_usual(config):
 def test_the_embedded_engine_awake_keeps_its_weights_alone(config):
     phases = plan_of(config, 139, TransformersEngine()).phases
     weights = plan_of(config, 139).engine.weights
-    assert [phase.parts["engine"] - weights for phase in phases] == [64 * 500 * TOKEN, 0]
+    assert [phase.parts["engine"] - weights for phase in phases] == [64 * (500 + ROOM) * TOKEN, 0]
 
 
 # -- the KV cache ------------------------------------------------------------------------------------------------------

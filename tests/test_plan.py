@@ -43,6 +43,7 @@ from lightning_rlhf.plan.probe import SavedBytes, attention
 from lightning_rlhf.plan.run import Run, optimizer_bytes
 from lightning_rlhf.plan.shape import shape_of
 from lightning_rlhf.rollout import TransformersEngine, VLLMEngine
+from lightning_rlhf.rollout.cache import ROOM
 from lightning_rlhf.rollout.vllm import WORKING
 from lightning_rlhf.ulysses import packed_attention, set_attention
 
@@ -732,7 +733,7 @@ def test_one_optimizer_step_without_reference_needs_no_pass_before_the_update():
     plan = plan_of(GRPOLightningModule("random:tiny"), RolloutCallback())
     assert [phase.name for phase in plan.phases] == ["rollout", "update"]
     assert (
-        plan.engine.kv_cache == 16 * 500 * 2 * plan.roles[0].shape.kv_elements
+        plan.engine.kv_cache == 16 * (500 + ROOM) * 2 * plan.roles[0].shape.kv_elements
     )  # 8 prompts x 4 on the engines of 2 ranks
 
 
@@ -757,7 +758,7 @@ def test_what_does_not_fit_is_said_with_what_to_change():
 
 
 def test_the_embedded_engine_decodes_a_batch_at_a_time():
-    assert TransformersEngine(batch_size=2).plan_memory(10, 3, 5, 100, 0).total == 10 + 2 * 5 * 3
+    assert TransformersEngine(batch_size=2).plan_memory(10, 3, 5, 100, 0).total == 10 + 2 * (5 + ROOM) * 3
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

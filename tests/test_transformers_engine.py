@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from test_families import BASE, FAMILIES
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from lightning_rlhf.rollout.batch import draw, processed_logits
 from lightning_rlhf.rollout.engine import EngineSetup
-from lightning_rlhf.rollout.transformers import TransformersEngine, draw, processed_logits
+from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.weights import checksum
 from lightning_rlhf.tiny import tiny_model
 from lightning_rlhf.types import Completion, Sampling
@@ -59,6 +64,17 @@ def engine(model: Qwen2ForCausalLM) -> TransformersEngine:
 
 def repeated(prompts: list[list[int]], n: int) -> list[list[int]]:
     return [p for p in prompts for _ in range(n)]
+
+
+@contextmanager
+def inputs(engine: TransformersEngine) -> Iterator[list[tuple[int, ...]]]:
+    """(rows, columns) of each forward pass."""
+    shapes: list[tuple[int, ...]] = []
+    handle = engine.model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    yield shapes
+    handle.remove()
 
 
 def full_log_probs(model: Qwen2ForCausalLM, prompt: list[int], completion: Completion, sampling: Sampling) -> Tensor:
@@ -184,13 +200,9 @@ def test_each_prompt_is_prefilled_once_and_a_common_prefix_once(model: Qwen2ForC
     engine = engine_with(model)
     prefix = list(range(10, 60))
     prompts = repeated([[*prefix, 3], [*prefix, 4, 5, 6], [*prefix, 4, 7]], 4)
-    shapes: list[tuple[int, ...]] = []
-    handle = engine.model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
     sampling = Sampling(max_completion_length=6, ignore_eos=True)
-    shared = engine.generate(prompts, sampling, seeds=range(12), log_probs=True)
-    handle.remove()
+    with inputs(engine) as shapes:
+        shared = engine.generate(prompts, sampling, seeds=range(12), log_probs=True)
     assert shapes == [(1, 50), (3, 3)] + [(12, 1)] * 5
     separate = [engine.generate([p], sampling, seeds=[i], log_probs=True)[0] for i, p in enumerate(prompts)]
     for a, b in zip(shared, separate, strict=True):
@@ -198,11 +210,84 @@ def test_each_prompt_is_prefilled_once_and_a_common_prefix_once(model: Qwen2ForC
         torch.testing.assert_close(torch.tensor(a.log_probs), torch.tensor(b.log_probs), atol=2e-5, rtol=1e-5)
 
 
+def test_prompts_of_very_unequal_lengths_are_not_padded_to_the_longest(model: Qwen2ForCausalLM) -> None:
+    engine = engine_with(model)
+    with inputs(engine) as shapes:
+        engine.generate(PROMPTS, Sampling(max_completion_length=1), seeds=range(5))
+    assert shapes == [(3, 5), (2, 70)]
+
+
 def test_one_prompt_that_is_the_beginning_of_another(engine: TransformersEngine) -> None:
     sampling = Sampling(temperature=0.0, max_completion_length=8)
     long = list(range(10, 100))
     together = engine.generate([long, long[:70], long[:71]], sampling, seeds=[0] * 3)
     assert together == [engine.generate([p], sampling, seeds=[0])[0] for p in (long, long[:70], long[:71])]
+
+
+# -- rows that come and go ---------------------------------------------------------------------------------------------
+
+
+def varied(model: Qwen2ForCausalLM, batch_size: int) -> TransformersEngine:
+    """An engine with so many EOS tokens that responses end at very different lengths."""
+    engine = TransformersEngine(batch_size=batch_size)
+    engine.setup(setup(eos_token_ids=tuple(range(1, 20))))
+    engine.load_weights(named(model), 1)
+    return engine
+
+
+def test_a_row_that_ends_makes_room_for_the_next(model: Qwen2ForCausalLM) -> None:
+    engine, prompts = varied(model, 4), [[5, 6, i] for i in range(40, 60)]
+    with inputs(engine) as shapes:
+        out = engine.generate(prompts, Sampling(max_completion_length=30), seeds=range(20))
+    lengths = [len(c.token_ids) for c in out]
+    steps = [rows for rows, columns in shapes if columns == 1]
+    assert sum(steps) == sum(lengths) - 20, "nothing is computed for a row that has ended"
+    assert max(rows for rows, _ in shapes) == 4
+    one_after_the_other = sum(max(lengths[i : i + 4]) - 1 for i in range(0, 20, 4))
+    assert len(steps) < 0.8 * one_after_the_other
+    assert varied(model, 64).generate(prompts, Sampling(max_completion_length=30), seeds=range(20)) == out
+
+
+def test_a_batch_is_filled_up_when_an_eighth_of_it_has_ended(model: Qwen2ForCausalLM) -> None:
+    engine, prompts = varied(model, 16), [[i, 5, 6] for i in range(40, 104)]
+    with inputs(engine) as shapes:
+        engine.generate(prompts, Sampling(max_completion_length=30), seeds=range(64))
+    reads = [rows for rows, columns in shapes if columns > 1]
+    assert sum(reads) == 64
+    assert reads[0] == 16
+    assert min(reads[:-1]) == 2
+    after = [shapes[i + 1][0] for i, (_, columns) in enumerate(shapes) if columns > 1]
+    assert max(after) == 16, "to the full size"
+
+
+def test_responses_start_in_order_and_a_prompt_is_read_once_however_they_are_split(model: Qwen2ForCausalLM) -> None:
+    a, b = [5, 6, 7], list(range(20, 29))
+    for batch_size, prompts in ((1, [a, b, a, b]), (2, [a, a, a, b, b, b]), (3, [a] * 8 + [b] * 8)):
+        engine = varied(model, batch_size)
+        with inputs(engine) as shapes:
+            out = engine.generate(prompts, Sampling(max_completion_length=9), seeds=range(len(prompts)))
+        assert [shape for shape in shapes if shape[1] > 1] == [(1, 3), (1, 9)]
+        assert out == varied(model, 64).generate(prompts, Sampling(max_completion_length=9), seeds=range(len(prompts)))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma3_text", "gpt_oss", "deepseek_v3"])
+def test_rows_that_come_and_go_are_decoded_like_stock_generate(kind: str, tmp_path: Path) -> None:
+    """Learned positions; sliding windows; attention sinks; keys that are wider than values."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[kind](**(BASE | FAMILIES[kind] | {"eos_token_id": None}))
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.requires_grad_(False).parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.15)
+    model.save_pretrained(tmp_path)
+    engine = TransformersEngine(batch_size=3)
+    engine.setup(setup(model=str(tmp_path), max_model_len=32))  # so responses end at very different lengths
+    engine.load_weights(model.state_dict(keep_vars=True).items(), 1)
+    prompts = [torch.randint(3, 97, (n,)).tolist() for n in (3, 29, 9, 14, 25, 30, 1, 12, 2, 17)]
+    sampling = Sampling(temperature=0.0, max_completion_length=25, ignore_eos=True)
+    for prompt, completion in zip(prompts, engine.generate(prompts, sampling, seeds=[0] * 10), strict=True):
+        ids, new = torch.tensor([prompt]), min(25, 32 - len(prompt))
+        stock = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
+        assert completion.token_ids == stock[0, len(prompt) :].tolist()
 
 
 def test_sliding_window_models_are_decoded_like_stock_generate(tmp_path: object) -> None:
@@ -266,13 +351,15 @@ def test_no_eos_before_the_minimum_length(model: Qwen2ForCausalLM) -> None:
     assert min(len(c.token_ids) for c in many(engine, Sampling(max_completion_length=20))) == 1
 
 
-def test_stop_strings_end_a_response(engine: TransformersEngine) -> None:
+def test_stop_strings_end_a_response(engine: TransformersEngine, model: Qwen2ForCausalLM) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model())
     sampling = Sampling(max_completion_length=60, ignore_eos=False)
     free = many(engine, sampling, 50)
     texts = [tokenizer.decode(c.token_ids) for c in free]
     stop = next(t[3:5] for t in texts if len(t) > 8 and t[3:5].isprintable() and t[3:5].isascii() and " " not in t[3:5])
     stopped = many(engine, replace(sampling, stop=(stop, "never to be seen")), 50)
+    small = engine_with(model, batch_size=8)
+    assert many(small, replace(sampling, stop=(stop, "never to be seen")), 50) == stopped
     assert any(c.finish_reason == "stop" and stop in tokenizer.decode(c.token_ids) for c in stopped)
     for a, b in zip(free, stopped, strict=True):
         assert a.token_ids[: len(b.token_ids)] == b.token_ids

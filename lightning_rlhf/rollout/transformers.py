@@ -3,32 +3,31 @@
 It needs nothing beyond the base install and is the oracle that other engines are tested against. Every rank holds a
 whole, unsharded copy, filled by `load_weights`, so that decoding needs no collective and no rank waits for another.
 
-    prompts ── unique, sorted by length ──▶ common prefix once ──▶ rest of each prompt once ──▶ one row per response
-            ──▶ draw, drop finished rows, forward one token ──▶ ...
-
-**Reproducible draws.** A row has a generator of its own, and a token is the inverse of the cumulative
-distribution at one uniform. So a response depends on (weights, prompt, sampling, seed) and not on the rows beside it,
-except where another batch shape makes the kernels round differently and a uniform falls into that gap (about one token
-in 10^6 in float32).
+    prompts ──▶ what all have in common, once ──▶ rest of each prompt, once ──▶ one row per response
+                                                        ▲                             │
+                                              places of rows that ended ◀── draw, forward one token, …
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 import random
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import AutoTokenizer
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from torch.nn.functional import pad
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from lightning_rlhf.hf_config import load_config
 from lightning_rlhf.images import auto_class, prefill_inputs
+from lightning_rlhf.rollout.batch import Batch, ReadPrompts, Row, Stop
+from lightning_rlhf.rollout.cache import ROOM, RowCache
 from lightning_rlhf.rollout.engine import EngineMemory, EngineSetup, NamedTensors, RolloutEngine
 from lightning_rlhf.rollout.weights import checksum
 from lightning_rlhf.types import Completion, PromptImages, Sampling
@@ -38,7 +37,7 @@ class TransformersEngine(RolloutEngine):
     """Generates with `transformers` in this process.
 
     Args:
-        batch_size: most responses decoded at once; more are decoded one batch after the other.
+        batch_size: most responses decoded at once; when some have ended, others take their places.
         dtype: of weights and compute; "auto" is the trainer's.
     """
 
@@ -69,9 +68,9 @@ class TransformersEngine(RolloutEngine):
         self._full_attention = all(type(layer) is DynamicLayer for layer in layers)
 
     def plan_memory(self, weights: int, kv_token: int, context: int, sequences: int, device: int) -> EngineMemory:
-        """A batch's cache, which grows with its responses and is gone after it."""
+        """The cache of a full batch, which grows with its responses and is gone after the last."""
         batch = min(sequences, self.batch_size)
-        return replace(super().plan_memory(weights, kv_token, context, batch, device), reserved=False)
+        return replace(super().plan_memory(weights, kv_token, context + ROOM, batch, device), reserved=False)
 
     # ── memory and weights ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -149,10 +148,8 @@ class TransformersEngine(RolloutEngine):
         self._check_usable(sampling)
         shown = images or [None] * len(prompts)
         rows = [self._row(*entry, sampling) for entry in zip(prompts, seeds, shown, strict=True)]
-        stop = _Stop.build(self.context, sampling)
-        order = sorted(rows, key=lambda row: (len(row.prompt), row.prompt))
-        for start in range(0, len(order), self.batch_size):
-            self._generate_batch(order[start : start + self.batch_size], sampling, stop)
+        if rows:
+            self._decode(rows, sampling, Stop.build(self.context, sampling))
         return [Completion(r.token_ids, r.finish_reason, r.log_probs if log_probs else None) for r in rows]
 
     def _check_usable(self, sampling: Sampling) -> None:
@@ -161,57 +158,73 @@ class TransformersEngine(RolloutEngine):
         if sampling.extra:
             raise ValueError(f"sampling.extra must be empty with the TransformersEngine, got {sorted(sampling.extra)}")
 
-    def _row(self, prompt: Sequence[int], seed: int, images: PromptImages | None, sampling: Sampling) -> _Row:
+    def _row(self, prompt: Sequence[int], seed: int, images: PromptImages | None, sampling: Sampling) -> Row:
         room = self.context.max_model_len - len(prompt)
         if not prompt or room < 1:
             raise ValueError(
                 f"a prompt must have 1 to {self.context.max_model_len - 1} tokens (max_model_len is "
                 f"{self.context.max_model_len}), got {len(prompt)}: shorten it or raise max_model_len"
             )
-        return _Row(tuple(prompt), images, min(room, sampling.max_completion_length), random.Random(seed))
+        return Row(tuple(prompt), images, min(room, sampling.max_completion_length), random.Random(seed))
 
-    def _generate_batch(self, rows: list[_Row], sampling: Sampling, stop: _Stop) -> None:
-        unique = {row.key: row for row in rows}
-        logits, mask, cache = self._prefill(list(unique.values()))
-        place = {key: i for i, key in enumerate(unique)}
-        select = self._index([place[row.key] for row in rows])
-        cache.reorder_cache(select)
-        logits, mask = logits[select], mask[select]
-        shift = self._index([[row.shift] for row in rows])
-        while True:
-            step = len(rows[0].token_ids)
-            if step < sampling.min_completion_length:
-                logits[:, stop.ids] = -torch.inf
-            uniforms = torch.tensor([row.rng.random() for row in rows], dtype=torch.float64, device=logits.device)
-            tokens, log_probs = draw(processed_logits(logits, sampling), uniforms, greedy=sampling.temperature == 0)
-            for row, token, log_prob in zip(rows, tokens.tolist(), log_probs.tolist(), strict=True):
-                row.append(token, log_prob, stop)
-            keep = [i for i, row in enumerate(rows) if row.finish_reason == "abort"]
-            if not keep:
-                return
-            if len(keep) < len(rows):
-                select = self._index(keep)
-                cache.reorder_cache(select)
-                tokens, mask, shift, rows = tokens[select], mask[select], shift[select], [rows[i] for i in keep]
-            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
-            logits = self._forward(tokens[:, None], mask, cache, shift=shift)
+    def _decode(self, rows: list[Row], sampling: Sampling, stop: Stop) -> None:
+        """Draw all responses in order, ``batch_size`` at once: where enough have ended, the next ones take their places."""
+        prefix, read = self._read_prefix(rows), list[ReadPrompts]()
+        batch = Batch(RowCache(self.model.config, min(self.batch_size, len(rows))))
+        first = {row.key: i for i, row in reversed(list(enumerate(rows)))}
+        waiting = deque(sorted(rows, key=lambda row: first[row.key]))  # responses to a prompt come one after the other
+        while waiting or batch.rows:
+            room = self.batch_size - len(batch.rows)
+            if waiting and room >= min(len(waiting), max(1, self.batch_size // _REFILLS)):
+                read = self._fill(batch, waiting, read, prefix)
+            tokens = batch.draw(sampling, stop)
+            if batch.rows:
+                batch.logits = self._forward(tokens[:, None], batch.mask, batch.cache, shift=batch.shift)
 
-    def _prefill(self, rows: list[_Row]) -> tuple[Float[Tensor, "U V"], Bool[Tensor, "U L"], DynamicCache]:
-        """Next-token logits, mask and cache of different prompts; their common beginning is computed once."""
-        cache = DynamicCache(config=self.model.config)
-        prompts = [row.prompt for row in rows]
-        # not beyond the first picture: equal placeholders may stand for different ones
-        shared = min(self._shared_length(prompts), *(int(r.images.slots[0]) for r in rows if r.images), len(prompts[0]))
-        head = torch.ones(len(prompts), shared, dtype=torch.bool, device=self.context.device)
-        if shared:
-            self._forward(self._index([prompts[0][:shared]]), head[:1], cache)
-            cache.reorder_cache(self._index([0] * len(prompts)))
-        ids, mask = left_pad([prompt[shared:] for prompt in prompts], self.context.pad_token_id)
-        mask = torch.cat([head, mask.to(head.device)], 1)
+    def _fill(
+        self, batch: Batch, waiting: deque[Row], read: list[ReadPrompts], prefix: DynamicCache
+    ) -> list[ReadPrompts]:
+        """The first rows that wait join the batch, as many as it has room for.
+
+        Args:
+            read: the prompt of the first of them, if a response to it has begun before.
+
+        Returns:
+            The same for the next call.
+        """
+        room = self.batch_size - len(batch.rows)
+        new = [waiting.popleft() for _ in range(min(room, len(waiting)))]
+        known = {key for prompts in read for key in prompts.place}
+        unread = {row.key: row for row in new if row.key not in known}
+        shared = prefix.get_seq_length()
+        read = read + [self._read(group, prefix) for group in alike(list(unread.values()), shared)]
+        for prompts in read:
+            batch.add([row for row in new if row.key in prompts.place], prompts)
+        return [prompts.only(waiting[0].key) for prompts in read if waiting and waiting[0].key in prompts.place]
+
+    def _read(self, rows: list[Row], prefix: DynamicCache) -> ReadPrompts:
+        """The different prompts of ``rows``, behind what all prompts have in common."""
+        cache, shared, device = deepcopy(prefix), prefix.get_seq_length(), self.context.device
+        cache.reorder_cache(self._index([0] * len(rows)))
+        ids, mask = left_pad([row.prompt[shared:] for row in rows], self.context.pad_token_id)
+        mask = pad(mask, (shared, 0), value=True).to(device)
         shown = {}
         if any(row.images for row in rows):
-            shown = prefill_inputs([(len(row.prompt), row.images) for row in rows], shared, self.context.device)
-        return self._forward(ids.to(head.device), mask, cache, **shown), mask, cache
+            shown = prefill_inputs([(len(row.prompt), row.images) for row in rows], shared, device)
+        logits = self._forward(ids.to(device), mask, cache, **shown)
+        return ReadPrompts({row.key: i for i, row in enumerate(rows)}, logits, mask, cache)
+
+    def _read_prefix(self, rows: list[Row]) -> DynamicCache:
+        """What all prompts begin with; nothing where it is not worth a forward pass of its own."""
+        cache = DynamicCache(config=self.model.config)
+        unique = list({row.key: row for row in rows}.values())
+        # not beyond the first picture: equal placeholders may stand for different ones
+        pictures = [int(row.images.slots[0]) for row in unique if row.images]
+        shared = min(self._shared_length([row.prompt for row in unique]), *pictures, len(unique[0].prompt))
+        if shared:
+            ids = self._index([unique[0].prompt[:shared]])
+            self._forward(ids, torch.ones_like(ids, dtype=torch.bool), cache)
+        return cache
 
     def _shared_length(self, prompts: list[tuple[int, ...]]) -> int:
         """Tokens of the common prefix worth a forward pass of their own.
@@ -229,7 +242,7 @@ class TransformersEngine(RolloutEngine):
         self,
         ids: Int[Tensor, "B q"],
         mask: Bool[Tensor, "B L"],
-        cache: DynamicCache,
+        cache: Cache,
         shift: Int[Tensor, "B 1"] | int = 0,
         **shown: Tensor,
     ) -> Float[Tensor, "B V"]:
@@ -246,68 +259,10 @@ class TransformersEngine(RolloutEngine):
 
 
 _WORTH_A_PASS = 64
-"""Prompt tokens that a common prefix must save before it gets a forward pass of its own."""
+"""Tokens that a forward pass more must save: those of a common prefix, or padding."""
 
-
-@dataclass(slots=True)
-class _Row:
-    """A response in the making; "abort" as long as it is not finished."""
-
-    prompt: tuple[int, ...]
-    images: PromptImages | None
-    limit: int
-    rng: random.Random
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    finish_reason: Literal["stop", "length", "abort"] = "abort"
-
-    @property
-    def key(self) -> tuple[tuple[int, ...], int]:
-        """Equal for the responses to one prompt."""
-        return self.prompt, id(self.images)
-
-    @property
-    def shift(self) -> int:
-        """From a token's number to its rotary position, behind the prompt: a picture takes fewer positions than tokens."""
-        return int(self.images.positions.max()) + 1 - len(self.prompt) if self.images else 0
-
-    def append(self, token: int, log_prob: float, stop: _Stop) -> None:
-        self.token_ids.append(token)
-        self.log_probs.append(log_prob)
-        if stop.ends(self.token_ids):
-            self.finish_reason = "stop"
-        elif len(self.token_ids) >= self.limit:
-            self.finish_reason = "length"
-
-
-@dataclass(frozen=True)
-class _Stop:
-    """What ends a response: token ids, and strings in the decoded text."""
-
-    ids: list[int]
-    strings: tuple[str, ...]
-    min_length: int
-    tokenizer: Any
-
-    @classmethod
-    def build(cls, context: EngineSetup, sampling: Sampling) -> _Stop:
-        if sampling.ignore_eos:
-            return cls([], (), 0, None)
-        ids = sorted({*context.eos_token_ids, *sampling.stop_token_ids})
-        tokenizer = None
-        if sampling.stop:
-            tokenizer = AutoTokenizer.from_pretrained(context.model, trust_remote_code=context.trust_remote_code)
-        return cls(ids, sampling.stop, sampling.min_completion_length, tokenizer)
-
-    def ends(self, token_ids: list[int]) -> bool:
-        if token_ids[-1] in self.ids:
-            return True
-        if not self.strings or len(token_ids) <= self.min_length:
-            return False
-        # a token is at least one byte, so a stop string that the last token completes lies within this tail
-        tail = token_ids[-(max(len(s.encode()) for s in self.strings) + 4) :]
-        text = self.tokenizer.decode(tail, skip_special_tokens=False)
-        return any(s in text for s in self.strings)
+_REFILLS = 8
+"""A batch is filled up when an eighth of it has ended: prompts are not read one at a time."""
 
 
 def left_pad(rows: Sequence[Sequence[int]], value: int) -> tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"]]:
@@ -318,38 +273,18 @@ def left_pad(rows: Sequence[Sequence[int]], value: int) -> tuple[Int[Tensor, "B 
     return ids, mask
 
 
-def processed_logits(logits: Float[Tensor, "B V"], sampling: Sampling) -> Float[Tensor, "B V"]:
-    """Logits of the distribution that is sampled: temperature, min-p, top-k, top-p (vLLM's order); -inf where dropped.
+def alike(rows: Sequence[Row], shared: int) -> list[list[Row]]:
+    """Groups of rows that are read together: padded by no more than a quarter, unless that is little.
 
-    Greedy sampling (temperature 0) leaves the logits alone.
+    Args:
+        shared: tokens of each prompt that need not be read.
     """
-    if sampling.temperature == 0.0:
-        return logits
-    if sampling.temperature != 1.0:
-        logits = logits / sampling.temperature
-    if sampling.min_p > 0.0:
-        floor = logits.amax(-1, keepdim=True) + math.log(sampling.min_p)
-        logits = logits.masked_fill(logits < floor, -torch.inf)
-    if 0 < sampling.top_k < logits.shape[-1]:
-        kth = logits.topk(sampling.top_k, -1).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    if sampling.top_p < 1.0:
-        ascending, order = logits.sort(-1)
-        tail = ascending.softmax(-1).cumsum(-1) <= 1.0 - sampling.top_p
-        tail[:, -1] = False  # the likeliest token always stays
-        logits = logits.masked_fill(tail.scatter(-1, order, tail), -torch.inf)
-    return logits
-
-
-def draw(
-    logits: Float[Tensor, "B V"], uniforms: Float[Tensor, "B"], greedy: bool
-) -> tuple[Int[Tensor, "B"], Float[Tensor, "B"]]:
-    """One token per row and its log-prob: the argmax, or the inverse of the cumulative distribution at ``uniforms``."""
-    probs = logits.softmax(-1)
-    if greedy:
-        tokens = logits.argmax(-1, keepdim=True)
-    else:
-        cumulative = probs.cumsum(-1, dtype=torch.float64)
-        threshold = uniforms[:, None] * cumulative[:, -1:]  # below the total: a token without mass is never drawn
-        tokens = torch.searchsorted(cumulative, threshold, right=True)
-    return tokens[:, 0], probs.gather(-1, tokens).log()[:, 0]
+    groups: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: len(row.prompt)):
+        lengths = [len(other.prompt) for other in groups[-1]] if groups else []
+        padding = sum(len(row.prompt) - length for length in lengths)
+        if lengths and padding <= _WORTH_A_PASS + sum(length - shared for length in lengths) / 4:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
