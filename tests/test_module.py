@@ -131,7 +131,7 @@ def test_truncated_responses_teach_nothing_when_they_are_masked(tmp_path):
 def test_a_checkpoint_of_other_models_is_refused_in_one_line(tmp_path):
     saver = IterationCheckpoint(dirpath=str(tmp_path / "ck"))
     fit(PPOLightningModule(**COMMON), tmp_path / "ppo", 1, callbacks=[saver])
-    (checkpoint,) = (tmp_path / "ck").iterdir()
+    (checkpoint,) = (tmp_path / "ck").glob("*.ckpt")
     for module in (GRPOLightningModule(**COMMON), PPOLightningModule(**COMMON, lora=LoRA(r=4))):
         with pytest.raises(ValueError, match="resume with the model options it was written with"):
             fit(module, tmp_path / "other", 2, ckpt_path=str(checkpoint))
@@ -173,7 +173,7 @@ def test_samples_are_labelled_with_the_iteration_of_the_weights(tmp_path):
     first.fit(module, datamodule=data())
     first.test(module, datamodule=data(), verbose=False)
     assert samples("first") == ["test_000002"]
-    (checkpoint,) = (tmp_path / "ck").iterdir()
+    (checkpoint,) = (tmp_path / "ck").glob("*.ckpt")
     for verb, kind in (("validate", "validation"), ("test", "test")):
         run = getattr(trainer(verb, -1), verb)
         run(GRPOLightningModule(**COMMON), datamodule=data(), ckpt_path=checkpoint, weights_only=False, verbose=False)
