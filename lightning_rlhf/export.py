@@ -3,8 +3,8 @@
     meta.pt: what the run was (`manifest`) ─▶ the actor's model on the meta device: names and shapes
     DCP shards, bucket by bucket ─▶ full tensors, an adapter merged ─▶ dtype ─▶ what `HFExport` writes during training
 
-At most one copy of the model in the dtype of the export is in memory, and about 1 GiB. Parameters that were not trained are in no
-checkpoint: they are read one by one from the model that the run started from.
+One copy of the model in the dtype of the export is in memory, and the tensors at hand, `_BUCKET` bytes or one larger. What was
+not trained is in no checkpoint: it is read tensor by tensor from the model that the run started from.
 """
 
 from __future__ import annotations

@@ -64,10 +64,8 @@ class Ahead:
         """
         running, self._running = self._running, None
         if running is not None:
-            done = collect(running.result)
+            self._rows = _by_row(running.rows, collect(running.result))
             self.seconds = running.seconds
-            each = len(done) // max(1, len(running.rows))
-            self._rows = {row: done[i * each : (i + 1) * each] for i, row in enumerate(running.rows)}
 
     def has(self, rows: Sequence[int]) -> bool:
         """Whether all prompts of ``rows`` have responses, settled before."""
@@ -152,7 +150,10 @@ def _unpacked(state: dict[str, Any]) -> Rows:
         return [None] * len(lengths) if flat is None else [piece.tolist() for piece in flat.split(lengths)]
 
     fields = zip(ragged(state["token_ids"]), state["finish_reasons"], ragged(state["log_probs"]), strict=True)
-    completions = [Completion(*values) for values in fields]
-    rows: list[int] = state["rows"]
-    each = len(completions) // len(rows)
+    return _by_row(state["rows"], [Completion(*values) for values in fields])
+
+
+def _by_row(rows: list[int], completions: list[Completion]) -> Rows:
+    """Equally many to each prompt, in the order of ``rows``."""
+    each = len(completions) // max(1, len(rows))
     return {row: completions[i * each : (i + 1) * each] for i, row in enumerate(rows)}

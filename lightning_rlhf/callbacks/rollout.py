@@ -203,7 +203,8 @@ class RolloutCallback(pl.Callback):
     ) -> None:
         module: RLHFLightningModule = pl_module  # type: ignore[assignment]
         iteration, prompts = trainer.fit_loop.total_batch_idx, batch["prompts"]
-        log_probs = self.log_probs_every > 0 and iteration % self.log_probs_every == 0
+        measured = self.log_probs_every > 0 and iteration % self.log_probs_every == 0
+        log_probs = measured or module.correction is not None
         if self.async_level and self._is_there(iteration, prompts):
             batch["rollout"] = Rollout.build(prompts, self._ahead.take(prompts.index.tolist()), self.sampling)
             module.extra_metrics |= {"rollout/staleness": 1.0, "rollout/ahead_s": self._ahead.seconds}
@@ -368,7 +369,7 @@ class RolloutCallback(pl.Callback):
             [ids for ids in prompts.ids for _ in range(n)],
             sampling,
             seeds=[derive_seed(module.seed, iteration, row, i) for row in rows for i in range(n)],
-            log_probs=log_probs or (module.correction is not None and iteration >= 0),
+            log_probs=log_probs,
             images=[one for one in prompts.images for _ in range(n)] if prompts.images else None,
             expected=[self._longest.get(row, math.inf) for row in rows for _ in range(n)],
         )

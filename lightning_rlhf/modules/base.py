@@ -385,8 +385,13 @@ class RLHFLightningModule(ModelRoles):
         old = log_probs.detach() if experience.old_log_probs is None else experience.old_log_probs[rows, :width]
         assert experience.advantages is not None
         token_losses, token_metrics = self.policy_loss(log_probs, old, experience.advantages[rows, :width], mask)
+        sampler = None if experience.sampler_log_probs is None else experience.sampler_log_probs[rows, :width]
         if self.correction is not None:
-            token_losses = token_losses * self.corrected(experience, batch, old, mask, weights, metrics)
+            if sampler is None:
+                raise RuntimeError("model.correction needs the engine's log-probs, and the rollout has none")
+            importance = importance_weights(old, sampler, mask, self.correction)
+            token_losses = token_losses * importance
+            add_importance(metrics, importance, weights * sampler.isfinite(), self.correction.cap)
         loss = _weighted(weights, token_losses)
         metrics.sum("actor/pg_loss", loss.detach() / steps)
         if self.entropy_coef > 0.0:
@@ -401,30 +406,8 @@ class RLHFLightningModule(ModelRoles):
             metrics.mean("actor/entropy", entropy.detach(), weights)
         for name, value in token_metrics.items():
             metrics.mean(f"actor/{name}", value, weights)
-        if experience.sampler_log_probs is not None:
-            add_mismatch(metrics, old, experience.sampler_log_probs[rows, :width], mask)
-
-    def corrected(
-        self,
-        experience: Experience,
-        batch: MicroBatch,
-        old: Float[Tensor, "b T"],
-        mask: Float[Tensor, "b T"],
-        weights: Float[Tensor, "b T"],
-        metrics: Metrics,
-    ) -> Float[Tensor, "b T"]:
-        """The importance weights of a micro-batch.
-
-        Raises:
-            RuntimeError: the engine returned no log-probs.
-        """
-        assert self.correction is not None
-        if experience.sampler_log_probs is None:
-            raise RuntimeError("model.correction needs the engine's log-probs, and the rollout has none")
-        sampler = experience.sampler_log_probs[batch.rows, : batch.width]
-        found = importance_weights(old, sampler, mask, self.correction)
-        add_importance(metrics, found, weights * sampler.isfinite(), self.correction.cap)
-        return found
+        if sampler is not None:
+            add_mismatch(metrics, old, sampler, mask)
 
     def optimizer_step_of_iteration(self, metrics: Metrics, last: bool) -> None:
         """Clip and check each role, then step once; a role without a finite norm keeps its weights and is counted."""
