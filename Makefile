@@ -39,7 +39,7 @@ test-slow: $(VENV)/.test ## the slow tests
 test-vllm: $(VLLM_VENV)/.test ## the tests that run vLLM, on CPU
 	$(ONE_THREAD) $(VLLM_VENV)/bin/python -m pytest -m "vllm and not gpu" $(PYTEST_ARGS)
 
-chaos: $(VENV)/.test ## kill runs of two processes KILLS (100) times at random moments, resume, compare: about 15 minutes
+chaos: $(VENV)/.test ## kill runs of two processes KILLS (100) times at random moments, resume, compare: some 10 seconds a kill
 	PYTHONPATH=.:tests $(ONE_THREAD) $(VENV)/bin/python tests/chaos.py --kills $(KILLS)
 
 test-gpu: $(VENV)/.test ## the tests that need CUDA

@@ -152,7 +152,7 @@ def one(a: argparse.Namespace, setup: str, model: str) -> None:
     if a.profile:
         with sampled_stacks(45):
             once(1 + a.rounds)
-    print(json.dumps({"setup": setup, "started": started, "speeds": speeds}), flush=True)
+    print(json.dumps({"started": started, "speeds": speeds}), flush=True)
     os._exit(0)  # engines need not be taken down in order
 
 
