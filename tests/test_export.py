@@ -311,6 +311,7 @@ def test_what_is_no_checkpoint_ends_in_one_line(mistake: str, lora: Made, tmp_pa
 
 
 def error(capfd: Any, *arguments: str) -> str:
+    capfd.readouterr()  # of what the test did before
     with pytest.raises(SystemExit) as ended:
         main(["export", *arguments])
     lines = capfd.readouterr().err.splitlines()
