@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 
 from benchmarks.lengths import Lengths
+from benchmarks.recorded import Recorded
 from lightning_rlhf.rollout import RolloutEngine, TransformersEngine, VLLMEngine
 from lightning_rlhf.rollout.engine import EngineSetup, NamedTensors
 from lightning_rlhf.types import Completion, Sampling
@@ -60,14 +60,14 @@ class ForcedTransformers(_Forced, TransformersEngine):
 
 
 class Replay(RolloutEngine):
-    """Returns recorded responses, whatever the weights are.
+    """Returns recorded responses, in every iteration the same ones, whatever the weights are.
 
     Args:
-        path: a JSON file: token ids by iteration and response.
+        path: see `Recorded`.
     """
 
     def __init__(self, path: str) -> None:
-        self._iterations = iter(json.loads(Path(path).read_text()))
+        self._recorded = Recorded(path)
 
     def setup(self, context: EngineSetup) -> None: ...
 
@@ -79,7 +79,7 @@ class Replay(RolloutEngine):
         self.weight_version = version
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, **_: Any) -> list[Completion]:
-        return [Completion(token_ids, "length") for token_ids in next(self._iterations)]
+        return [Completion(token_ids, "length") for token_ids in self._recorded(prompts)]
 
 
 class Started(pl.Callback):

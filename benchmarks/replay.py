@@ -2,8 +2,8 @@
 
 python benchmarks/replay.py --device cpu                         # float32: to 1e-4
 python benchmarks/replay.py --device cpu --precision bf16-mixed
-python benchmarks/replay.py --shape 0.5b --kl 0.1 --precision 32-true      # a GPU: to 1e-4
-python benchmarks/replay.py --shape 0.5b --kl 0.1 --lr 1e-6      # a GPU, bf16-mixed: to 1 %
+python benchmarks/replay.py --shape 0.5b --kl 0.1 --optim sgd --lr 0.01 --precision 32-true      # a GPU: to 1e-4
+python benchmarks/replay.py --shape 0.5b --kl 0.1 --optim sgd --lr 0.01      # a GPU, bf16-mixed: to 1 %
 
 Responses of ragged lengths are sampled once from the initial weights by transformers. In every iteration each side gets
 their token ids, scores them by the same function, takes ``--epochs`` optimizer steps on all of them and goes on with the weights
@@ -19,8 +19,9 @@ Settings under which both compute the same:
     clip 0.2, gradients to norm 1, AdamW without decay, no importance-sampling correction     the same on both
 
 ``loss`` is that of an optimizer step with its KL term, ``norm`` that of its gradient before clipping; means over the ``--epochs``
-steps of an iteration, which is what ours logs. Differences are relative. Exits with 1 if one is above ``--limit``. In bf16-mixed
-a large learning rate lets the roundings grow: Adam's first steps move every weight by the rate, whatever its gradient.
+steps of an iteration, which is what ours logs. Differences are relative. Exits with 1 if one is above ``--limit``. Adam's first
+steps move every weight by the learning rate in the direction of its gradient's sign, also where that is rounding alone: with a
+large model, whose sums are rounded otherwise on the two sides, they lead apart two runs that compute the same. SGD's do not.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from typing import Any
 import torch
 from lengths import Lengths
 from random_model import SHAPES, write
+from recorded import write_recorded
 from step import ROOT, read_ours, run, write_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
@@ -44,11 +46,12 @@ from transformers.utils.logging import disable_progress_bar
 from lightning_rlhf.rollout import EngineSetup, TransformersEngine
 from lightning_rlhf.types import Sampling
 
+SGD = {"class_path": "torch.optim.SGD", "init_args": {"fused": False}}  # torch shards no fused one
 LIMITS = {"32-true": 1e-4, "bf16-mixed": 1e-2}
 
 
 def record(a: argparse.Namespace, model: Path, data: Path, file: Path) -> None:
-    """Sample the responses and write their token ids, once per iteration."""
+    """Sample the responses and write their token ids."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     device = torch.device("cpu" if a.device == "cpu" else "cuda")
     engine, lengths = TransformersEngine(), Lengths.parse(a.lengths)
@@ -59,8 +62,7 @@ def record(a: argparse.Namespace, model: Path, data: Path, file: Path) -> None:
     sampling = Sampling(max_completion_length=lengths.longest, ignore_eos=True)
     drawn = engine.generate(each, sampling, seeds=range(len(each)))
     engine.close()
-    responses = [one.token_ids[: lengths(0, i)] for i, one in enumerate(drawn)]
-    file.write_text(json.dumps([responses] * a.iterations))
+    write_recorded(file, each, [one.token_ids[: lengths(0, i)] for i, one in enumerate(drawn)])
 
 
 def our_rows(a: argparse.Namespace, model: Path, data: Path, recorded: Path, folder: Path) -> list[dict[str, float]]:
@@ -75,6 +77,7 @@ def our_rows(a: argparse.Namespace, model: Path, data: Path, recorded: Path, fol
         "model.init_args.lr": a.lr,
         "model.init_args.ppo_epochs": a.epochs,
         "model.init_args.reward_weights": "[1000]",
+        **({"model.init_args.optimizer": SGD} if a.optim == "sgd" else {}),
         "model.init_args.clip_dual": "null",
         "model.init_args.kl.coef": a.kl,
         "rollout.engine": "benchmarks.engines.Replay",
@@ -95,6 +98,7 @@ def our_rows(a: argparse.Namespace, model: Path, data: Path, recorded: Path, fol
 def trl_rows(a: argparse.Namespace, model: Path, data: Path, recorded: Path, folder: Path) -> list[dict[str, float]]:
     settings = {"num_iterations": a.epochs, "reward_weights": [1000.0], "use_bias_correction_kl": False}
     settings |= {"use_vllm": False, "generation_kwargs": {}, "bf16": a.precision != "32-true"}
+    settings |= {"optim": "sgd"} if a.optim == "sgd" else {}
     names = ("device", "prompts", "generations", "prompt_tokens", "lr", "kl")
     spec: dict[str, Any] = {name: getattr(a, name) for name in names}
     spec |= {"devices": 1, "steps": a.iterations * a.epochs, "longest": Lengths.parse(a.lengths).longest}
@@ -132,6 +136,7 @@ def main(line: Sequence[str] | None = None) -> int:
     parser.add_argument("--iterations", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=2, help="optimizer steps per iteration, each on all responses")
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--optim", choices=("adamw", "sgd"), default="adamw")
     parser.add_argument("--kl", type=float, default=0.0)
     parser.add_argument("--precision", choices=tuple(LIMITS), help="default: float32 on cpu only")
     parser.add_argument("--limit", type=float, help="default: 1e-4 in float32, 1e-2 in bf16-mixed")

@@ -42,6 +42,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.lengths import Lengths
 from benchmarks.prompts import reward
+from benchmarks.recorded import Recorded
 from lightning_rlhf.phases import Phases
 
 
@@ -186,13 +187,13 @@ def config(spec: dict[str, Any]) -> GRPOConfig:
     return GRPOConfig(**{"gradient_accumulation_steps": steps, "steps_per_generation": steps} | settings)
 
 
-def recorded(file: str, tokenizer: Any) -> Callable[..., Any]:
-    """TRL's ``rollout_func`` that returns the responses of a JSON file."""
-    iterations = iter(json.loads(Path(file).read_text()))
+def replayed(file: str, tokenizer: Any) -> Callable[..., Any]:
+    """TRL's ``rollout_func`` that returns recorded responses."""
+    responses = Recorded(file)
 
     def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
         ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
-        return {"prompt_ids": ids, "completion_ids": next(iterations), "logprobs": None}
+        return {"prompt_ids": ids, "completion_ids": responses(ids), "logprobs": None}
 
     return rollout
 
@@ -208,7 +209,7 @@ def main(file: str) -> None:
         args=config(spec),
         train_dataset=load_dataset("json", data_files=spec["data"], split="train"),
         processing_class=tokenizer,
-        rollout_func=recorded(spec["recorded"], tokenizer) if spec["recorded"] else None,
+        rollout_func=replayed(spec["recorded"], tokenizer) if spec["recorded"] else None,
     )
     trainer.train()
     if trainer.accelerator.is_main_process:

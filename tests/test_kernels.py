@@ -156,7 +156,7 @@ def test_cudnn_takes_one_long_sequence(name, length):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings(  # of the packages that it is built from, about each other
     "ignore:cutlass:DeprecationWarning",
-    "ignore:Arch from arch.py is deprecated:DeprecationWarning",
+    "ignore:.* is deprecated:DeprecationWarning",
     "ignore:Argument aux_data:UserWarning",
 )
 @pytest.mark.parametrize("name", [n for n in FEATURES if "sinks" not in n])
