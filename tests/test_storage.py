@@ -498,7 +498,7 @@ def test_at_every_moment_of_overwriting_a_checkpoint_one_is_complete(protocol, f
     def save(value: float) -> None:
         target = storage.prepare(path)
         dcp.save({"x": torch.full((5,), value)}, storage_writer=storage.Writer(target))
-        storage.finish(target, path, {"value": value})
+        storage.finish(target, path, storage.packed({"value": value}))
 
     died, found = 0, []
     while True:
