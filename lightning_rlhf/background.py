@@ -49,7 +49,8 @@ class Background:
         if self._group is None and dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         self.wait()
-        self._job = future = Future()
+        future: Future[None] = Future()
+        self._job = future
         Thread(target=self._run, args=(job, future), name="checkpoint", daemon=True).start()
         return future
 
