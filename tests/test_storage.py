@@ -849,10 +849,10 @@ def beside_two(rank: int, folder: str) -> dict[str, Any]:
     storage.Writer.write_data = slow
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        weights = fit(5, beside(folder), devices=2)
+        weights = fit(5, beside(folder, save_top_k=-1), devices=2)
     storage.Writer.write_data = write
     reports = [str(w.message) for w in caught if "could not be written" in str(w.message)]
-    resumed = fit(5, devices=2, ckpt_path=f"{folder}/5.ckpt")
+    resumed = fit(5, devices=2, ckpt_path=f"{folder}/3.ckpt")
     equal = torch.equal(weights, alone) and torch.equal(resumed, alone)
     return {"reports": reports, "equal": equal, "left": complete(folder)}
 
@@ -866,7 +866,7 @@ def test_a_rank_that_cannot_write_holds_up_no_other(tmp_path):
     assert one.pop()["refused"] == other.pop()["refused"]
     assert not (tmp_path / "proof").exists()
     for told in (beside_0 := one.pop(), beside_1 := other.pop()):
-        assert (told["equal"], told["left"]) == (True, ["5"])
+        assert (told["equal"], told["left"]) == (True, ["1", "3", "5"])
     assert [re.search(r"\d\.ckpt.*rank 1", report) is not None for report in beside_0["reports"]] == [True, True]
     assert beside_1["reports"] == []
     why = [
