@@ -195,7 +195,7 @@ class IterationCheckpoint(ModelCheckpoint):
             return
         self._settle(trainer)
         deferred, self._defer_save_until_validation = self._defer_save_until_validation, False
-        with trainer.lightning_module.phases("checkpoint"), self._going_on():  # type: ignore[operator]
+        with trainer.lightning_module.phases("checkpoint"), self._going_on(trainer):  # type: ignore[operator]
             candidates = self._monitor_candidates(trainer)
             if self.monitor is None or self.monitor in candidates or deferred:
                 self._save_topk_checkpoint(trainer, candidates)
@@ -204,24 +204,23 @@ class IterationCheckpoint(ModelCheckpoint):
         self._last_time_checked = time.monotonic()
 
     @contextmanager
-    def _going_on(self) -> Iterator[None]:
+    def _going_on(self, trainer: pl.Trainer) -> Iterator[None]:
         """If the checkpoint cannot be written, what is known of the earlier ones stays as it was."""
         names = (*self.state_dict(), "_last_global_step_saved", "_last_checkpoint_saved")
         save = self._noted = _Save({name: copy(vars(self)[name]) for name in names})
-        with self._reporting(save):
+        with self._reporting(trainer, save):
             yield
 
     @contextmanager
-    def _reporting(self, save: _Save) -> Iterator[None]:
+    def _reporting(self, trainer: pl.Trainer, save: _Save) -> Iterator[None]:
         try:
             yield
         except storage.SaveFailed as failure:
             vars(self).update({"last_model_path": save.known["last_model_path"]} if save.complete else save.known)
             self._failure = failure
             if save.complete or not self._ending:  # otherwise it is raised
-                rank_zero_warn(
-                    f"{failure}. The run goes on with the checkpoints it has, the next is tried when it is due"
-                )
+                outlook = ". The run goes on with the checkpoints it has, the next is tried when it is due"
+                rank_zero_warn(f"{failure}{'' if trainer.interrupted else outlook}")
 
     def _carry_out(self, trainer: pl.Trainer) -> None:
         save = self._noted
@@ -240,7 +239,7 @@ class IterationCheckpoint(ModelCheckpoint):
         future, self._noted.future = self._noted.future, None
         if future is None:
             return
-        with trainer.lightning_module.phases("checkpoint"), self._reporting(self._noted):  # type: ignore[operator]
+        with trainer.lightning_module.phases("checkpoint"), self._reporting(trainer, self._noted):  # type: ignore[operator]
             future.result()
             self._report(trainer)
 
@@ -295,11 +294,11 @@ class IterationCheckpoint(ModelCheckpoint):
         pattern = _pattern(str(self.filename))
         found = storage.on_rank_zero(lambda: sorted(storage.complete_in(folder), key=lambda entry: entry[1]))
         names = [path.rpartition("/")[2] for path, _ in found]
+        own = [name for name in names if pattern.fullmatch(name) and not name.startswith(self.CHECKPOINT_NAME_LAST)]
         others = [c for c in trainer.checkpoint_callbacks if c is not self and isinstance(c, ModelCheckpoint)]
         theirs = {path for c in others for path in (*c.best_k_models, c.best_model_path, c.last_model_path)}
-        paths = [os.path.join(folder, name) for name in names if pattern.fullmatch(name)]
-        scores = self.best_k_models
-        self.best_k_models = {path: scores.get(path, torch.tensor(-1)) for path in paths if path not in theirs}
+        paths = [path for path in (os.path.join(folder, name) for name in own) if path not in theirs]
+        self.best_k_models = {path: self.best_k_models.get(path, torch.tensor(-1)) for path in paths}
 
     def file_exists(self, filepath: Any, trainer: pl.Trainer) -> bool:
         """Whether there is a complete checkpoint; what a process left that died is overwritten."""
