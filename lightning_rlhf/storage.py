@@ -97,8 +97,8 @@ def _lasts(error: OSError) -> bool:
     return isinstance(error, _LASTING) or error.errno in _LASTING_CODES
 
 
-def on_rank_zero(function: Callable[[], T]) -> T:
-    """What ``function`` returns on rank 0, or what it raises, on all ranks."""
+def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """What ``function`` returns on rank 0, or what it raises, on all ranks; ``group`` has all of them."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     result: list[Any] = [None, None]
     own: Exception | None = None
@@ -110,7 +110,7 @@ def on_rank_zero(function: Callable[[], T]) -> T:
             known = type(error).__module__.partition(".")[0] in ("builtins", "lightning_rlhf")
             result[1] = error if known else RuntimeError(repr(error))  # not all can be pickled
     if ranks > 1:
-        dist.broadcast_object_list(result, src=0)
+        dist.broadcast_object_list(result, src=0, group=group)
     if result[1] is not None:
         raise own or result[1]
     return result[0]
@@ -135,11 +135,16 @@ def _exists(fs: AbstractFileSystem, path: str) -> bool:
     return False
 
 
-def complete_in(folder: str) -> Iterator[tuple[str, Any]]:
-    """Path in the file system and time of the complete checkpoints in a folder, none if it is not there.
+def is_complete(path: str) -> bool:
+    """A folder is complete if it has its marker; a file (of another strategy) is."""
+    fs, root, _ = _open(path)
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return retried(fs.info, root)["type"] != "directory" or _exists(fs, f"{root}/{MARKER}")
+    return False
 
-    A folder is complete if it has its marker; a file (of another strategy) is.
-    """
+
+def complete_in(folder: str) -> Iterator[tuple[str, Any]]:
+    """Path in the file system and time of the complete checkpoints in a folder, none if it is not there."""
     fs = _open(folder)[0]
     for entry, is_folder in listed(folder):
         if entry.endswith(".ckpt"):
@@ -184,25 +189,59 @@ def prepare(path: str) -> str:
     return target
 
 
-def finish(target: str, path: str, metadata: dict[str, Any]) -> None:
-    """Mark what was written to ``target`` as complete and put it in its place."""
-    fs, root, local = _open(target)
+def packed(metadata: dict[str, Any]) -> bytes:
+    """What the marker holds."""
     content = io.BytesIO()
     torch.save(metadata, content)
-    retried(_write, fs, f"{root}/{MARKER}", content.getvalue())
+    return content.getvalue()
+
+
+def finish(target: str, path: str, content: bytes) -> None:
+    """Mark what was written to ``target`` as complete and put it in its place."""
+    fs, root, _ = _open(target)
+    retried(_write, fs, f"{root}/{MARKER}", content)
+    _put(target, path)
+
+
+def copy(source: str, path: str) -> None:
+    """Another complete checkpoint of the same content, without room of its own where the file system has hard links."""
+    target = prepare(path)
+    _copy_files(source, target)
+    _put(target, path)
+
+
+def link(source: str, path: str) -> None:
+    """A symbolic link on this machine, relative, in place of what is at ``path``."""
+    remove(path)
+    retried(os.symlink, os.path.relpath(source, os.path.dirname(path)), path)
+
+
+def _put(target: str, path: str) -> None:
+    """What is complete in its place."""
     if target == path:
         _clear(_beside(path))
         return
     _clear(path)
-    place = _open(path)[1]
+    fs, root, local = _open(target)
     if local and not exists(path):
-        retried(fs.mv, root, place)
+        retried(fs.mv, root, _open(path)[1])
         return
-    files = [name.rpartition("/")[2] for name, _ in listed(target)]
-    retried(fs.makedirs, place, exist_ok=True)
-    for name in sorted(files, key=lambda name: name == MARKER):  # the marker comes last here, too
-        retried(fs.cp_file, f"{root}/{name}", f"{place}/{name}")
+    _copy_files(target, path)
     _clear(target)
+
+
+def _copy_files(source: str, target: str) -> None:
+    """Of a checkpoint; the marker comes last."""
+    fs, root, local = _open(source)
+    place = _open(target)[1]
+    files = [name.rpartition("/")[2] for name, _ in listed(source)]
+    retried(fs.makedirs, place, exist_ok=True)
+    for name in sorted((name for name in files if _OURS.fullmatch(name)), key=lambda name: name == MARKER):
+        if local:
+            with suppress(OSError):  # the file system has no hard links
+                os.link(f"{root}/{name}", f"{place}/{name}")
+                continue
+        retried(fs.cp_file, f"{root}/{name}", f"{place}/{name}")
 
 
 def _write(fs: AbstractFileSystem, path: str, content: bytes) -> None:

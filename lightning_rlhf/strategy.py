@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -38,6 +39,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_rlhf import restricted, storage
+from lightning_rlhf.background import Background
 from lightning_rlhf.ulysses import gather_sequence, shard_sequence
 
 _DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
@@ -128,6 +130,7 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         self.prefetch, self.reshard_after_forward = prefetch, reshard_after_forward
         self._data_mesh: DeviceMesh | None = None
         self._neighbours: dict[int, dist.ProcessGroup] = {}
+        self._background: Background | None = None
 
     # -- meshes ------------------------------------------------------------------------------------
 
@@ -140,6 +143,7 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         device, sp = self.root_device.type, self.sequence_parallel_size
         self._data_mesh = init_device_mesh(device, (self.world_size // sp, sp), mesh_dim_names=("dp", "sp"))
         self._neighbours = {}
+        self._background = Background(self.root_device, self._timeout)
         replicas = self.replicas(self.num_nodes)
         if replicas == 1:
             self._device_mesh = init_device_mesh(device, (self.world_size,), mesh_dim_names=("shard",))
@@ -365,21 +369,70 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         Raises:
             SaveFailed: the file system did not take it; on all ranks, and what was at ``filepath`` is still there.
         """
-        path = target = self.broadcast(os.fspath(filepath))  # a str: Path("s3://b") would be a local folder
+        self.background.wait()
+        self._write(*self._split(checkpoint), self._agreed(filepath))
+
+    def save_in_background(
+        self, checkpoint: dict[str, Any], filepath: Any, then: Callable[[dist.ProcessGroup | None], None]
+    ) -> Future[None]:
+        """Collective: copy the state to the host and write it while the run goes on, one checkpoint at a time.
+
+        Args:
+            checkpoint: as for `save_checkpoint`; it may change afterwards.
+            filepath: of rank 0.
+            then: called on all ranks, in the thread that wrote, once the checkpoint is complete. For its collectives it gets a
+                process group of all ranks, None if there is one rank without groups.
+
+        Returns:
+            What ends when ``then`` has; ``result()`` raises as `save_checkpoint` does.
+        """
+        path = self._agreed(filepath)
+        self.background.wait()
+        state, content = self._split(checkpoint)
+        state = self.background.copied(state)
+
+        def job(group: dist.ProcessGroup | None) -> None:
+            self._write(state, content, path, group)
+            then(group)
+
+        return self.background.start(job)
+
+    @property
+    def background(self) -> Background:
+        """The thread that writes checkpoints."""
+        if self._background is None:
+            raise RuntimeError("checkpoints can be saved once the Trainer has set up the process group")
+        return self._background
+
+    def _agreed(self, filepath: Any) -> str:
+        return self.broadcast(os.fspath(filepath))  # a str: Path("s3://b") would be a local folder
+
+    def _split(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        """What all ranks write, and the marker's content, which rank 0 does."""
         state = {"state_dict": checkpoint.pop("state_dict")}
         optimizers = checkpoint.pop("optimizer_states", [])
         state |= {f"optimizer_{i}": _plain(s) for i, s in enumerate(optimizers)}
         checkpoint[_STATES] = [sorted(s["state"]) for s in optimizers]
+        return state, storage.packed(_plain(checkpoint)) if self.is_global_zero else b""
+
+    def _write(self, state: dict[str, Any], content: bytes, path: str, group: dist.ProcessGroup | None = None) -> None:
+        target = path
         try:
-            target = storage.on_rank_zero(lambda: storage.prepare(path))
-            dcp.save(state, storage_writer=storage.Writer(target))
-            storage.on_rank_zero(lambda: storage.finish(target, path, _plain(checkpoint)))
+            target = storage.on_rank_zero(lambda: storage.prepare(path), group)
+            dcp.save(state, storage_writer=storage.Writer(target), process_group=group)
+            storage.on_rank_zero(lambda: storage.finish(target, path, content), group)
         except (OSError, CheckpointException) as error:
             if (failure := storage.failure(error, path)) is None:
                 raise
             if self.is_global_zero:
                 storage.discard(target)
             raise failure from error
+
+    @override
+    def teardown(self) -> None:
+        if self._background is not None:
+            self._background.close()
+        super().teardown()
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -5,7 +5,8 @@ python tests/chaos.py --kills 20 --ranks 1 --seed 3
 
 A run of the tiny PPO model on the CPU: two epochs and a half of prompts, a checkpoint after every second iteration, half of the
 attempts' kills at a random time, the others inside a save, in the middle of some tensor or when some file was written. SIGKILL
-goes to one rank, whose end the others must notice, or to all. Each attempt resumes by ``ckpt_path="last"``.
+goes to one rank, whose end the others must notice, or to all. Each attempt resumes by ``ckpt_path="last"``; half of them save
+while the run goes on.
 
 Every metric that any attempt logged, every prompt and every response of any iteration, and the weights and the optimizer's state
 at the end must be those of the run that was left alone, to the last bit. Prints what was done and found, exits with 1 if anything
@@ -89,8 +90,24 @@ class Diary(pl.Callback):
                 file.write(json.dumps({"iteration": trainer.global_step, **line}) + "\n")
 
 
-def attempt(rank: int, ranks: int, port: int, folder: Path, name: str, async_level: int, kill: Kill | None) -> None:
+@dataclass(frozen=True)
+class Options:
+    """Of an attempt.
+
+    Args:
+        ranks: processes.
+        async_level: of the rollouts.
+        async_save: of the checkpoints.
+    """
+
+    ranks: int
+    async_level: int
+    async_save: bool
+
+
+def attempt(rank: int, port: int, folder: Path, name: str, options: Options, kill: Kill | None) -> None:
     """One rank of a run that goes on from the last checkpoint in ``folder``, if there is one."""
+    ranks, async_level = options.ranks, options.async_level
     with open(folder / f"{name}.{rank}.log", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -120,7 +137,7 @@ def attempt(rank: int, ranks: int, port: int, folder: Path, name: str, async_lev
         enable_model_summary=False,
         callbacks=[
             RolloutCallback(sampling=Sampling(max_completion_length=6, num_generations=2), async_level=async_level),
-            IterationCheckpoint(folder / "checkpoints", every_n_train_steps=SAVE_EVERY),
+            IterationCheckpoint(folder / "checkpoints", every_n_train_steps=SAVE_EVERY, async_save=options.async_save),
             Diary(folder / f"{name}.diary"),
         ],
     )
@@ -170,14 +187,14 @@ def count_writes(last: int | None) -> list[int]:
     return count
 
 
-def run(ranks: int, folder: Path, name: str, async_level: int, kill: Kill | None) -> tuple[bool, list[str]]:
+def run(folder: Path, name: str, options: Options, kill: Kill | None) -> tuple[bool, list[str]]:
     """(whether the run came to its end, what was wrong with how it ended)."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("fork")
-    arguments = (ranks, port, folder, name, async_level, kill)
-    processes = [context.Process(target=attempt, args=(rank, *arguments), daemon=True) for rank in range(ranks)]
+    arguments = (port, folder, name, options, kill)
+    processes = [context.Process(target=attempt, args=(rank, *arguments), daemon=True) for rank in range(options.ranks)]
     for process in processes:
         process.start()
     if kill is not None and kill.after is not None:
@@ -222,12 +239,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--async_level", type=int, choices=(0, 1), default=0)
     a = parser.parse_args(arguments)
     draw, runs, wrong = random.Random(a.seed), 0, []
-    killed = in_saves = resumed = 0
+    killed = in_saves = beside = resumed = 0
     with tempfile.TemporaryDirectory() as name:
         left_alone = Path(name) / "left_alone"
         left_alone.mkdir()
         began = time.monotonic()
-        ended, problems = run(a.ranks, left_alone, "run", a.async_level, None)
+        ended, problems = run(left_alone, "run", Options(a.ranks, a.async_level, async_save=False), None)
         took = time.monotonic() - began
         if not ended:
             print((left_alone / "run.0.log").read_text()[-3000:])
@@ -244,10 +261,13 @@ def main(arguments: list[str] | None = None) -> int:
                     whom = draw.choice([None, *range(a.ranks)])
                     write = draw.randint(1, writes) if a.inside_saves or draw.random() < 0.5 else None
                     kill = Kill(whom, None if write else took * draw.random() ** 0.5, write)  # the first half starts up
-                ended, problems = run(a.ranks, folder, f"try{tries}", a.async_level, kill)
+                options = Options(a.ranks, a.async_level, async_save=draw.random() < 0.5)
+                ended, problems = run(folder, f"try{tries}", options, kill)
                 wrong += problems
                 killed += not ended
-                in_saves += not ended and kill is not None and kill.write is not None
+                inside = not ended and kill is not None and kill.write is not None
+                in_saves += inside
+                beside += inside and options.async_save
                 if not ended and kill is None:
                     wrong.append(f"run {runs}: {(folder / f'try{tries}.0.log').read_text()[-1500:]}")
                     break
@@ -262,8 +282,8 @@ def main(arguments: list[str] | None = None) -> int:
                 wrong.append(f"run {runs}: the state at the end differs")
             runs += 1
             print(
-                f"{runs} runs, {killed} kills ({in_saves} inside a save), {resumed} resumes from a checkpoint,"
-                f" {len(wrong)} differences",
+                f"{runs} runs, {killed} kills ({in_saves} inside a save, {beside} of them beside the run),"
+                f" {resumed} resumes from a checkpoint, {len(wrong)} differences",
                 flush=True,
             )
     print("".join(f"{line}\n" for line in wrong), end="")

@@ -34,7 +34,8 @@ ALLOWED = {
     "scoring": {"types", "calls", "rewards", "runners"},
     "storage": set(),
     "restricted": {"storage"},
-    "strategy": {"restricted", "storage", "ulysses"},
+    "background": set(),
+    "strategy": {"background", "restricted", "storage", "ulysses"},
     "manifest": set(),
     "modules": {
         "types",

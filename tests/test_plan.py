@@ -691,6 +691,13 @@ def test_an_engine_that_sleeps_leaves_its_weights_on_the_host():
     assert asleep.host["engine weights"] == 4 * asleep.engine.weights
 
 
+def test_a_checkpoint_that_is_written_meanwhile_is_copied_to_the_host():
+    """float32 parameters that train, and Adam's two moments, on 4 GPUs."""
+    plans = [plan_of(_ppo(), RolloutCallback(engine=VLLMEngine()), async_save=saved) for saved in (False, True)]
+    shards = sum(role.shape.trained_shard(4) for role in plans[1].roles if role.trained)
+    assert [plan.host["checkpoint"] for plan in plans] == [0, 4 * 12 * shards]
+
+
 def test_a_tile_at_a_time_is_at_work():
     """Layers that are run again: the tile's inner activations, and their gradients."""
 

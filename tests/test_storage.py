@@ -9,6 +9,8 @@ import pickle
 import re
 import resource
 import shutil
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from toys import spawn
 
 from lightning_rlhf import FSDPUlyssesStrategy, IterationCheckpoint, restricted, storage, strategy
+from lightning_rlhf.background import Background
 from lightning_rlhf.callbacks.checkpoint import latest_complete
 from lightning_rlhf.phases import Phases
 
@@ -330,8 +333,8 @@ def test_errors_of_clients_that_are_no_os_errors_count():
     assert storage.retried(answer) == "there"
 
 
-@pytest.mark.parametrize("every", [16, 23, 31])
-def test_a_store_of_which_every_few_operations_fail_takes_a_whole_run(every, tmp_path):
+@pytest.mark.parametrize(("every", "async_save"), [(16, False), (23, False), (31, False), (16, True)])
+def test_a_store_of_which_every_few_operations_fail_takes_a_whole_run(every, async_save, tmp_path):
     folder, failed = "teststore://runs", []
     whole = fit(5)
 
@@ -341,12 +344,12 @@ def test_a_store_of_which_every_few_operations_fail_takes_a_whole_run(every, tmp
             raise ConnectionResetError(f"{name} {path}")
 
     faults(fault)
-    fit(3, each(folder, save_last=True))
+    fit(3, each(folder, save_last=True, async_save=async_save))
     faults(lambda *_: None)
     assert complete(folder) == ["3", "last"]
     assert storage.listed(folder) == [("/runs/3.ckpt", True), ("/runs/last.ckpt", True)], "removed as a whole"
     faults(fault)
-    resumed = fit(5, each(folder, save_last=True), ckpt_path=f"{folder}/last.ckpt")
+    resumed = fit(5, each(folder, save_last=True, async_save=async_save), ckpt_path=f"{folder}/last.ckpt")
     assert torch.equal(resumed, whole)
     assert len(failed) > 5
     assert len(set(failed)) > 3
@@ -484,6 +487,256 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_reported():
     assert complete("teststore://runs") == ["1", "3"]
 
 
+# -- beside the run ----------------------------------------------------------------------------------------------------
+
+
+def beside(folder: Any, **options: Any) -> IterationCheckpoint:
+    return each(folder, async_save=True, **options)
+
+
+def of(checkpoints: str, fault: Callable[[int, str, str], None]) -> None:
+    """A fault of some checkpoints, by a character class of their names."""
+    pattern = re.compile(rf"/[{checkpoints}]\.(new\.)?ckpt")
+    faults(lambda number, name, path: fault(number, name, path) if pattern.search(path) else None)
+
+
+class Held:
+    """Holds up a checkpoint's first write until `let_go`."""
+
+    def __init__(self, checkpoint: str) -> None:
+        self.reached, self.let_go = threading.Event(), threading.Event()
+        of(checkpoint, self.fault)
+
+    def fault(self, number: int, name: str, path: str) -> None:
+        if name == "write":
+            self.reached.set()
+            assert self.let_go.wait(30)
+
+
+def test_what_is_saved_beside_the_run_is_the_state_at_the_end_of_its_iteration():
+    held, weights = Held("2"), {}
+    module = Toy()
+
+    def before(iteration: int) -> None:
+        weights[iteration] = None if module.net is None else module.net.weight.full_tensor().detach().clone()
+        if iteration == 4:  # its save waits for the one before
+            assert held.reached.wait(30)
+            held.let_go.set()
+
+    saver = IterationCheckpoint("teststore://runs", "{step}", every_n_train_steps=2, save_top_k=-1, async_save=True)
+    whole = fit(6, Watch("teststore://runs", before), saver, module=module)
+    assert not torch.equal(weights[3], weights[4]), "parameters changed while they were written"
+    assert complete("teststore://runs") == ["2", "4", "6"]
+    for start in (2, 4):
+        assert torch.equal(fit(6, ckpt_path=f"teststore://runs/{start}.ckpt"), whole)
+
+
+def test_the_host_copy_keeps_containers_and_its_memory():
+    background = Background(torch.device("cpu"), None)
+    state = {"weight": torch.ones(3), "step": torch.tensor(1.0), "options": [{"betas": (0.9, 0.99), "foreach": None}]}
+    first = background.copied(state)
+    places = first["weight"].data_ptr(), first["step"].data_ptr()
+    state["weight"].add_(1)
+    state["step"].add_(1)
+    assert (first["weight"].tolist(), first["step"].item(), first["options"]) == ([1] * 3, 1, state["options"])
+    second = background.copied(state)
+    assert (second["weight"].data_ptr(), second["step"].data_ptr()) == places
+    assert (second["weight"].tolist(), second["step"].item()) == ([2] * 3, 2)
+    state["weight"] = torch.ones(5)
+    assert background.copied(state)["weight"].tolist() == [1] * 5
+
+
+def test_one_checkpoint_at_a_time_is_under_way(monkeypatch):
+    write, under_way, most = FSDPUlyssesStrategy._write, [], []
+
+    def slow(self: Any, *args: Any) -> None:
+        under_way.append(threading.current_thread().name)
+        most.append(len(under_way))
+        time.sleep(0.15)
+        write(self, *args)
+        under_way.pop()
+
+    class Asks(Watch):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 3:
+                trainer.save_checkpoint("teststore://mine/x.ckpt")
+                assert complete("teststore://mine") == ["x"]
+
+    monkeypatch.setattr(FSDPUlyssesStrategy, "_write", slow)
+    module = Toy()
+    fit(5, Asks("teststore://runs"), beside("teststore://runs"), module=module)
+    assert most == [1] * 6
+    assert module.phases.seconds["checkpoint"] > 0.1, "waiting for the one before is said"
+    assert complete("teststore://runs") == ["5"]
+
+
+@pytest.mark.parametrize("save_last", [False, True])
+def test_beside_the_run_an_older_checkpoint_goes_when_the_newer_one_is_complete(save_last):
+    markers: list[set[str]] = []
+    faults(lambda *_: markers.append({name for name in list(Store.store) if name.endswith(storage.MARKER)}))
+    fit(4, beside("teststore://runs", save_last=save_last))
+    first = next(i for i, there in enumerate(markers) if there)
+    assert all(markers[first:])
+    assert complete("teststore://runs") == ["4", *["last"] * save_last]
+
+
+@pytest.mark.parametrize(("fault", "said"), FAULTS.values(), ids=FAULTS)
+def test_a_save_that_fails_beside_the_run_is_reported(fault, said):
+    of("23", fault)
+    watch = Watch("teststore://runs")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        weights = fit(5, watch, beside("teststore://runs"))
+    reports = [str(w.message) for w in caught if "could not be written" in str(w.message)]
+    assert [re.search(r"'.*?'", report)[0] for report in reports] == [f"'teststore://runs/{i}.ckpt'" for i in (2, 3)]
+    assert all(re.search(said, report) for report in reports)
+    assert watch.seen[3] == watch.seen[4] == ["1"]
+    assert storage.listed("teststore://runs") == [("/runs/5.ckpt", True)]
+    assert torch.equal(weights, fit(5))
+
+
+def test_a_last_save_that_fails_beside_the_run_is_an_error():
+    of("3", full)
+    with pytest.warns(UserWarning, match="could not be written"), pytest.raises(storage.SaveFailed, match="free space"):
+        fit(3, beside("teststore://runs"))
+    assert complete("teststore://runs") == ["2"]
+    faults(lambda *_: None)
+    assert torch.equal(fit(4, beside("teststore://runs"), ckpt_path="last"), fit(4))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_ends_by_an_error_ends_the_checkpoint_that_is_under_way(fails):
+    held = Held("2")
+
+    def before(iteration: int) -> None:
+        if iteration == 3:
+            assert held.reached.wait(30)
+            threading.Timer(0.1, held.let_go.set).start()
+            raise ValueError("of the run")
+
+    def fault(number: int, name: str, path: str) -> None:
+        held.fault(number, name, path)
+        if fails:
+            full(number, name, path)
+
+    of("2", fault)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ValueError, match="of the run"):
+            fit(5, Watch("teststore://runs", before), beside("teststore://runs"))
+    assert complete("teststore://runs") == ["1" if fails else "2"]
+    reports = [str(w.message) for w in caught if "2.ckpt' could not be written" in str(w.message)]
+    assert [report.endswith("change the checkpoint's dirpath") for report in reports] == [True] * fails
+
+
+def test_a_mistake_beside_the_run_ends_it(monkeypatch):
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(storage, "finish", broken)
+    with pytest.raises(RuntimeError, match="a mistake"):
+        fit(3, beside("teststore://runs"))
+
+
+def test_other_strategies_cannot_save_beside_the_run(tmp_path):
+    trainer = pl.Trainer(accelerator="cpu", logger=False, max_epochs=1, callbacks=[beside(tmp_path)])
+    with pytest.raises(ValueError, match=r"needs FSDPUlyssesStrategy: set trainer\.strategy"):
+        trainer.fit(Toy(), Resumable(range(2)))
+
+
+# -- which are kept ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("store", [False, True])
+def test_last_is_made_of_the_files_of_the_latest(store, async_save, tmp_path):
+    folder = "teststore://runs" if store else str(tmp_path)
+    written: list[str] = []
+    faults(lambda number, name, path: written.append(path) if name == "open" and "distcp" in path else None)
+    fit(3, each(folder, save_last=True, async_save=async_save))
+    assert complete(folder) == ["3", "last"]
+    if store:
+        assert written == [f"/runs/{i}.ckpt/__0_0.distcp" for i in (1, 2, 3)]
+    else:
+        assert (tmp_path / "3.ckpt/__0_0.distcp").samefile(tmp_path / "last.ckpt/__0_0.distcp")
+    faults(lambda *_: None)
+    for name in ("3", "last"):
+        assert torch.equal(fit(4, ckpt_path=f"{folder}/{name}.ckpt"), fit(4))
+    fit(4, each(folder, save_last=True, async_save=async_save), ckpt_path=f"{folder}/last.ckpt")
+    assert complete(folder) == ["4", "last"], "the one name goes on"
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_last_that_cannot_be_made_is_reported(async_save):
+    def fault(number: int, name: str, path: str) -> None:
+        if name == "cp_file" and not path.endswith(".tmp"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    faults(fault)
+    keep = each("teststore://runs", save_last=True, async_save=async_save)
+    with pytest.warns(UserWarning, match=r"last\.ckpt' could not be written .*: make it writable"):
+        fit(3, keep)
+    assert (complete("teststore://runs"), keep.last_model_path) == (["3"], "")
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_last_as_a_link(async_save, tmp_path):
+    fit(3, each(tmp_path, save_last="link", async_save=async_save))
+    assert (tmp_path / "last.ckpt").is_symlink()
+    assert os.readlink(tmp_path / "last.ckpt") == "3.ckpt"
+    assert complete(str(tmp_path)) == ["3", "last"]
+    assert torch.equal(fit(4, ckpt_path=str(tmp_path / "last.ckpt")), fit(4))
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_the_latest_few_are_kept_over_resumes(store, tmp_path):
+    folder = "teststore://runs" if store else str(tmp_path)
+    fit(4, each(folder, save_top_k=3))
+    assert complete(folder) == ["2", "3", "4"]
+    fit(6, each(folder, save_top_k=2), ckpt_path="last")
+    assert complete(folder) == ["5", "6"], "those of the attempt before count, and the one it went on from"
+    fit(7, each(folder, save_top_k=-1), ckpt_path=f"{folder}/5.ckpt")
+    assert complete(folder) == ["5", "6", "6-v1", "7"]
+    fit(8, each(folder, save_top_k=2), ckpt_path=f"{folder}/5.ckpt")
+    assert complete(folder) == ["5", "7", "8"], "one that was asked for by name is not removed"
+    fit(9, each(folder, save_top_k=0), ckpt_path=f"{folder}/8.ckpt")
+    assert complete(folder) == ["5", "7", "8"]
+    fit(10, each(folder), ckpt_path="last")
+    assert complete(folder) == ["10"]
+
+
+def test_what_others_keep_in_the_folder_stays(tmp_path):
+    class Scored(Toy):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            self.log("score", float(self.trainer.global_step))
+
+    def run(iterations: int, **options: Any) -> None:
+        best = IterationCheckpoint(tmp_path, "{step}", 1, monitor="score", save_last=False)
+        fit(iterations, each(tmp_path, save_top_k=2), best, module=Scored(), **options)
+
+    run(3)
+    (tmp_path / "mine.ckpt").mkdir()
+    (tmp_path / "mine.ckpt" / storage.MARKER).touch()
+    assert complete(str(tmp_path)) == ["1-v1", "2", "3", "mine"]
+    run(5, ckpt_path=str(tmp_path / "3.ckpt"))
+    assert complete(str(tmp_path)) == ["1-v1", "3", "4", "5", "mine"]
+
+
+def test_a_new_run_removes_nothing_of_the_ones_before(tmp_path):
+    fit(2, each(tmp_path, save_top_k=2))
+    fit(3, each(tmp_path, save_top_k=2))
+    assert complete(str(tmp_path)) == ["1", "2", "2-v1", "3"]
+
+
+def test_what_was_not_completed_is_overwritten(tmp_path):
+    (tmp_path / "2.ckpt").mkdir()
+    (tmp_path / "2.ckpt/__1_0.distcp").touch()
+    fit(2, each(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2.ckpt"]
+    assert not (tmp_path / "2.ckpt/__1_0.distcp").exists()
+
+
 # -- a process that dies while it saves --------------------------------------------------------------------------------
 
 
@@ -498,7 +751,7 @@ def test_at_every_moment_of_overwriting_a_checkpoint_one_is_complete(protocol, f
     def save(value: float) -> None:
         target = storage.prepare(path)
         dcp.save({"x": torch.full((5,), value)}, storage_writer=storage.Writer(target))
-        storage.finish(target, path, {"value": value})
+        storage.finish(target, path, storage.packed({"value": value}))
 
     died, found = 0, []
     while True:
@@ -574,12 +827,35 @@ def failing(rank: int, folder: str) -> list[dict[str, Any]]:
         return {"error": error, "seen": watch.seen, "reports": reports}
 
     results = [told(case) for case in ("0", "1", "marker")]
+    results.append(beside_two(rank, f"{folder}/beside"))
     try:
         storage.on_rank_zero(lambda: restricted.read(f"{folder}/evil", trusted=False))
     except ValueError as error:
         results.append({"refused": f"{type(error).__name__}: {error}"})
     faulthandler.cancel_dump_traceback_later()
     return results
+
+
+def beside_two(rank: int, folder: str) -> dict[str, Any]:
+    """A run that saves meanwhile, slowly on rank 0, and of which rank 1 cannot write iterations 2 and 4 of 5."""
+    write, alone = storage.Writer.write_data, fit(5, devices=2)
+
+    def slow(self: Any, *args: Any) -> Any:
+        if rank == 0:
+            time.sleep(0.3)
+        elif re.search(r"/[24]\.ckpt", str(self.path)):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, *args)
+
+    storage.Writer.write_data = slow
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        weights = fit(5, beside(folder, save_top_k=-1), devices=2)
+    storage.Writer.write_data = write
+    reports = [str(w.message) for w in caught if "could not be written" in str(w.message)]
+    resumed = fit(5, devices=2, ckpt_path=f"{folder}/3.ckpt")
+    equal = torch.equal(weights, alone) and torch.equal(resumed, alone)
+    return {"reports": reports, "equal": equal, "left": complete(folder)}
 
 
 def test_a_rank_that_cannot_write_holds_up_no_other(tmp_path):
@@ -590,6 +866,10 @@ def test_a_rank_that_cannot_write_holds_up_no_other(tmp_path):
     one, other = spawn(failing, 2, str(tmp_path))
     assert one.pop()["refused"] == other.pop()["refused"]
     assert not (tmp_path / "proof").exists()
+    for told in (beside_0 := one.pop(), beside_1 := other.pop()):
+        assert (told["equal"], told["left"]) == (True, ["1", "3", "5"])
+    assert [re.search(r"\d\.ckpt.*rank 1", report) is not None for report in beside_0["reports"]] == [True, True]
+    assert beside_1["reports"] == []
     why = [
         r"\(OSError on rank 0: .*File too large\)",
         r"\(OSError on rank 1: .*File too large\)",

@@ -403,6 +403,7 @@ def run_of(trainer: pl.Trainer, module: RLHFLightningModule, rollout: RolloutCal
         world_size=trainer.world_size,
         num_nodes=trainer.num_nodes,
         device_type=module.strategy.root_device.type,
+        callbacks=trainer.callbacks,  # type: ignore[attr-defined]
     )
 
 

@@ -145,12 +145,14 @@ def host(run: Run, roles: list[Role], options: Options, engine: EngineMemory) ->
     held = resident(run, roles, options)
     reference = 2 * sum(role.shape.shard(run.shards) for role in roles if not role.trained)
     passes = [_transients(run, role, options, backward=True) for role in roles if role.trained]
+    trained = sum(role.shape.trained_shard(run.shards) for role in roles if role.trained) * run.param_dtype.itemsize
     return {
         "optimizer": processes * held["optimizer"] * options.rung.offload_optimizer,
         "parameters": processes * (held["parameters"] + held["reference"]) * options.rung.offload_parameters,
         "reference": processes * reference * options.offload_reference,
         "activations": processes * max((parts["moved"] for parts in passes), default=0),
         "engine weights": processes * engine.weights if options.rung.sleep_level == 1 else 0,
+        "checkpoint": processes * (trained + held["optimizer"]) * run.async_save,
     }
 
 

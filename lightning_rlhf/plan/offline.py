@@ -49,6 +49,7 @@ def plan_offline(
         world_size=count * nodes,
         num_nodes=nodes,
         device_type="cpu" if trainer.get("accelerator") == "cpu" else "cuda",
+        callbacks=trainer.get("callbacks") or [],
     )
     return make_plan(module, rollout, run, configs, device_memory * (run.device_type == "cuda"), tuple(notes))
 

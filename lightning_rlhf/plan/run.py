@@ -51,6 +51,7 @@ class Run:
         async_level: 1 if it does so beside the update.
         corrected: importance weights between engine and trainer.
         truncated: training responses are drawn from a part of the vocabulary.
+        async_save: checkpoints are written from a copy of the state in host memory.
     """
 
     world_size: int
@@ -75,6 +76,7 @@ class Run:
     async_level: int = 0
     corrected: bool = False
     truncated: bool = False
+    async_save: bool = False
 
     @property
     def sequence_ranks(self) -> int:
@@ -182,6 +184,7 @@ def read_run(
     world_size: int,
     num_nodes: int,
     device_type: str,
+    callbacks: Iterable[Any],
 ) -> Run:
     """The numbers of a configured run. ``data`` may be any LightningDataModule: what it does not say is None."""
     precision = strategy.precision_plugin
@@ -208,6 +211,7 @@ def read_run(
         async_level=rollout.async_level,
         corrected=module.correction is not None,
         truncated=rollout.sampling.truncated,
+        async_save=any(getattr(callback, "async_save", False) for callback in callbacks),
     )
 
 
