@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from lightning_rlhf.callbacks.summary import PlanSummary
     from lightning_rlhf.callbacks.throughput import Throughput
     from lightning_rlhf.data import PromptDataModule
-    from lightning_rlhf.modules.base import KL, RLHFLightningModule
+    from lightning_rlhf.modules.base import RLHFLightningModule
+    from lightning_rlhf.modules.correction import Correction
     from lightning_rlhf.modules.grpo import GRPOLightningModule
+    from lightning_rlhf.modules.kl import KL
     from lightning_rlhf.modules.policy import Critic, Policy, build_critic, build_policy
     from lightning_rlhf.modules.ppo import PPOLightningModule
     from lightning_rlhf.modules.settings import LoRA, ModelSettings
@@ -36,8 +38,10 @@ _HOMES = {
     "callbacks.summary": ["PlanSummary"],
     "callbacks.throughput": ["Throughput"],
     "data": ["PromptDataModule"],
-    "modules.base": ["KL", "RLHFLightningModule"],
+    "modules.base": ["RLHFLightningModule"],
+    "modules.correction": ["Correction"],
     "modules.grpo": ["GRPOLightningModule"],
+    "modules.kl": ["KL"],
     "modules.policy": ["Critic", "Policy", "build_critic", "build_policy"],
     "modules.ppo": ["PPOLightningModule"],
     "modules.settings": ["LoRA", "ModelSettings"],

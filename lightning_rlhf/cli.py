@@ -29,7 +29,8 @@ from lightning_rlhf.callbacks.progress import IterationProgress
 from lightning_rlhf.callbacks.rollout import RolloutCallback
 from lightning_rlhf.callbacks.summary import PlanSummary
 from lightning_rlhf.data import PromptDataModule
-from lightning_rlhf.modules.base import KL, RLHFLightningModule
+from lightning_rlhf.modules.base import RLHFLightningModule
+from lightning_rlhf.modules.kl import KL
 from lightning_rlhf.modules.ppo import PPOLightningModule
 from lightning_rlhf.modules.settings import LoRA, ModelSettings
 from lightning_rlhf.plan.offline import plan_offline, precision_name

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Message: TypeAlias = dict[str, Any]
@@ -208,7 +208,9 @@ class Experience(_Movable):
 
     ``sequences`` are prompt + response token ids, ``prompt_lengths`` where the response begins, ``max_length`` the longest
     response allowed. A row whose mask is 0 throughout (empty or unscorable) takes part in nothing. ``old_log_probs`` is None
-    when the update's own forward pass stands for it (one optimizer step per rollout: the ratio is exactly 1).
+    when the update's own forward pass stands for it (one optimizer step per rollout: the ratio is exactly 1). ``importance`` are
+    the weights of a rollout correction that was computed over the iteration and ``importance_mean`` what they are divided by;
+    ``chosen`` are the tokens of an optimizer step that its loss treats differently.
 
     Pictures do not travel: if any prompt has some, ``home`` is the data rank of each row, on which alone it is computed, and
     ``images`` has those of this data rank by row, one object for all responses to a prompt.
@@ -227,6 +229,9 @@ class Experience(_Movable):
     values: Float[Tensor, "G T"] | None = None
     advantages: Float[Tensor, "G T"] | None = None
     returns: Float[Tensor, "G T"] | None = None
+    importance: Float[Tensor, "G T"] | None = None
+    importance_mean: float = 1.0
+    chosen: Bool[Tensor, "G T"] | None = None
     home: list[int] | None = None
     images: dict[int, PromptImages] = field(default_factory=dict)
 

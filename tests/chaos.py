@@ -49,7 +49,7 @@ from lightning_rlhf import (
     RolloutCallback,
     Sampling,
 )
-from lightning_rlhf.modules.losses import Correction
+from lightning_rlhf.modules.correction import Correction
 
 ITERATIONS = 10
 SAVE_EVERY = 2

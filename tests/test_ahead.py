@@ -15,7 +15,7 @@ from toys import TINY_MODULE, even_tokens, fit
 import lightning_rlhf.callbacks.ahead as ahead_module
 from lightning_rlhf import FSDPUlyssesStrategy, GRPOLightningModule, RolloutCallback, Sampling
 from lightning_rlhf.callbacks.ahead import Ahead
-from lightning_rlhf.modules.losses import Correction
+from lightning_rlhf.modules.correction import Correction
 from lightning_rlhf.plan.checks import problems
 from lightning_rlhf.rollout import TransformersEngine, VLLMEngine
 from lightning_rlhf.types import Completion

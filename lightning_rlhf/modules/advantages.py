@@ -4,13 +4,21 @@ Every estimator is a plain function of keywords, chosen by its name or by a dott
 
     estimator(*, rewards (B, T), mask (B, T), …only what it needs, **_) -> (advantages (B, T), returns (B, T))
 
-    r_i = Σ_t rewards[i, t] over mask        score of a response
+    r_i = Σ_t rewards[i, t] over mask        score of a response, l_i its sampled tokens
+    R_t = r_t + γ·R_{t+1}                    reward to go
     g(i)                                     its group: responses to the same prompt, by id, anywhere in the batch
 
-    gae       δ_t = r_t + γ·V_{t+1} - V_t     A_t = δ_t + γλ·A_{t+1}      returns = A + V, then A is whitened
-    grpo      (r - mean_g) / (std_g + 1e-6)
-    dr_grpo    r - mean_g
-    rloo      (r - mean_g) · n / (n - 1)       = r - the mean of the others
+    gae        δ_t = r_t + γ·V_{t+1} - V_t   A_t = δ_t + γλ·A_{t+1}      returns = A + V, then A is whitened
+    grpo       (r - mean_g) / (std_g + 1e-6)
+    dr_grpo     r - mean_g
+    rloo       (r - mean_g) · n / (n - 1)     = r - the mean of the others
+    opo         r - Σ_g l·r / Σ_g l
+    gpg        (r - mean_g) · B / #(r ≠ 0)
+    grpo_passk (r - second_g) / (std_g + 1e-6) for the best of the group, 0 for the others
+    remax       R_t - score of the greedy response
+    reinforce_plus_plus            whiten(R_t)
+    reinforce_plus_plus_baseline   whiten(r - mean_g)
+    optimal_token_baseline         R_t - Σ_g R_t·W_t / Σ_g W_t      W_t = Σ_{s ≤ t} (1 - 2π_s + Σ_v π_s(v)²)
 
 Constraints. ``mask`` is 1 on sampled tokens; whatever stands elsewhere (values, rewards, NaN) changes nothing, and
 both results are 0 there. A row whose mask is 0 throughout is left out of its group. Statistics are computed in
@@ -20,6 +28,7 @@ groups in here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,10 +46,12 @@ def gae(
     mask: Float[Tensor, "B T"],
     gamma: float = 1.0,
     lam: float = 1.0,
+    lam_critic: float | None = None,
+    length_alpha: float | None = None,
     whiten: bool = True,
     **_: Any,
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    """Generalised advantage estimation (Schulman et al., 2016) along the sampled tokens.
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438) along the sampled tokens.
 
     A position with mask 0 (tool output, padding) is stepped over: it hands the next value and advantage on unchanged.
 
@@ -50,6 +61,9 @@ def gae(
         mask: 1 on sampled tokens.
         gamma: discount per token, γ.
         lam: weight of the longer returns, λ.
+        lam_critic: λ of the returns, i.e. of the critic's target; None is ``lam``. VAPO takes 1 (Yue et al. 2025,
+            arXiv:2504.05118).
+        length_alpha: α of VAPO's λ = 1 - 1 / (α·l) for a response of l sampled tokens, which then stands for ``lam``.
         whiten: shift and scale the advantages to mean 0 and variance 1 over all sampled tokens.
 
     Returns:
@@ -57,15 +71,11 @@ def gae(
     """
     on = mask > 0
     r, v = (torch.where(on, x.to(_statistics_dtype(rewards)), 0) for x in (rewards, values))
-    next_value = next_advantage = r.new_zeros(r.shape[0])
-    columns = []
-    for t in reversed(range(r.shape[1])):
-        delta = r[:, t] + gamma * next_value - v[:, t]
-        next_advantage = torch.where(on[:, t], delta + gamma * lam * next_advantage, next_advantage)
-        next_value = torch.where(on[:, t], v[:, t], next_value)
-        columns.append(next_advantage)
-    advantages = torch.where(on, torch.stack(columns[::-1], dim=1), 0)
-    returns = advantages + v
+    weight: float | Tensor = lam
+    if length_alpha is not None:
+        weight = (1 - 1 / (length_alpha * on.sum(1).to(r.dtype))).clamp(0, 1)
+    advantages = _backward(r, v, on, gamma, weight)
+    returns = v + (advantages if lam_critic is None else _backward(r, v, on, gamma, lam_critic))
     if whiten:
         advantages = torch.where(on, masked_whiten(advantages, on), 0)
     return advantages.to(rewards.dtype), returns.to(rewards.dtype)
@@ -74,7 +84,7 @@ def gae(
 def grpo(
     *, rewards: Float[Tensor, "B T"], mask: Float[Tensor, "B T"], groups: Int[Tensor, " B"], **_: Any
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    """Group-relative advantage, (r - mean) / (std + 1e-6) (Shao et al., 2024, DeepSeekMath).
+    """Group-relative advantage, (r - mean) / (std + 1e-6) (Shao et al. 2024, arXiv:2402.03300).
 
     The deviation is the unbiased one. The only member of a group has nothing to be compared with: mean 0, deviation 1.
 
@@ -93,7 +103,9 @@ def grpo(
 def dr_grpo(
     *, rewards: Float[Tensor, "B T"], mask: Float[Tensor, "B T"], groups: Int[Tensor, " B"], **_: Any
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    """`grpo` without the division, which favours prompts that are nearly always or never solved (Liu et al., 2025)."""
+    """`grpo` without the division, which favours prompts that are nearly always or never solved (Liu et al. 2025,
+    arXiv:2503.20783).
+    """
     centred, _std, _size = _centred_scores(rewards, mask, groups)
     return _per_token(centred, rewards, mask)
 
@@ -101,12 +113,159 @@ def dr_grpo(
 def rloo(
     *, rewards: Float[Tensor, "B T"], mask: Float[Tensor, "B T"], groups: Int[Tensor, " B"], **_: Any
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    """Score minus the mean of the group's other members (Ahmadian et al., 2024).
+    """Score minus the mean of the group's other members (Ahmadian et al. 2024, arXiv:2402.14740).
 
     The only member of a group has baseline 0.
     """
     centred, _std, size = _centred_scores(rewards, mask, groups)
     return _per_token(centred * size / (size - 1).clamp(min=1), rewards, mask)
+
+
+def opo(
+    *, rewards: Float[Tensor, "B T"], mask: Float[Tensor, "B T"], groups: Int[Tensor, " B"], **_: Any
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    """Score minus the group's mean weighted by length, r - Σ_g l·r / Σ_g l (Hao et al. 2025, arXiv:2505.23585).
+
+    The baseline of least variance where the gradients of tokens are of equal size and independent. The only member of a
+    group has baseline 0.
+    """
+    scores, valid = _scores(rewards, mask)
+    total, lengths = _total_of(groups), (mask > 0).sum(1).to(scores.dtype)
+    excess = torch.where(valid, scores + _highest(-scores, groups, valid), 0)
+    centred = excess - total(lengths * excess) / total(lengths).clamp(min=1)
+    return _per_token(torch.where(total(valid.to(scores.dtype)) > 1, centred, scores), rewards, mask)
+
+
+def gpg(
+    *, rewards: Float[Tensor, "B T"], mask: Float[Tensor, "B T"], groups: Int[Tensor, " B"], **_: Any
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    """(r - mean) · B / #(r ≠ 0) over the whole batch of B responses (Chu et al. 2025, arXiv:2504.02546); ``loss: gpg``.
+
+    The factor makes up for responses without a reward, from which nothing is learned.
+    """
+    scores, valid = _scores(rewards, mask)
+    scale = valid.sum() / (scores != 0).sum().clamp(min=1)
+    return _per_token(group_statistics(scores, groups, valid)[0] * scale, rewards, mask)
+
+
+def grpo_passk(
+    *,
+    rewards: Float[Tensor, "B T"],
+    mask: Float[Tensor, "B T"],
+    groups: Int[Tensor, " B"],
+    scale: bool = True,
+    **_: Any,
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    """The best response of a group by its lead over the second, (r - second) / (std + 1e-6); the others 0.
+
+    One of the unbiased gradients of pass@k and max@k (Tang et al. 2025, arXiv:2503.19595). Nothing is learned from a tie
+    for the best, nor from a group of one.
+
+    Args:
+        rewards: reward of each token; a response's score is their sum.
+        mask: 1 on sampled tokens.
+        groups: equal integers for responses to the same prompt.
+        scale: divide by the group's deviation.
+    """
+    scores, valid = _scores(rewards, mask)
+    _centred, std, size = group_statistics(scores, groups, valid)
+    best = valid & (scores == _highest(scores, groups, valid))
+    alone = _total_of(groups)(best.to(scores.dtype)) == 1
+    rival = _highest(scores, groups, valid & ~best)
+    lead = torch.where(best & alone & (size > 1), scores - rival, 0)
+    return _per_token(lead / (std + EPSILON) if scale else lead, rewards, mask)
+
+
+def reinforce_plus_plus(
+    *, rewards: Float[Tensor, "B T"], mask: Float[Tensor, "B T"], gamma: float = 1.0, **_: Any
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    """Discounted rewards to go, whitened over the whole batch (Hu et al. 2025, arXiv:2501.03262).
+
+    With ``kl: {where: reward}`` as in the paper. A position with mask 0 is stepped over.
+
+    Args:
+        rewards: reward of each token.
+        mask: 1 on sampled tokens.
+        gamma: discount per token, γ.
+
+    Returns:
+        Advantages, and the rewards to go.
+    """
+    on = mask > 0
+    to_go = _to_go(rewards, mask, gamma)
+    advantages = torch.where(on, masked_whiten(to_go, on), 0)
+    return advantages.to(rewards.dtype), to_go.to(rewards.dtype)
+
+
+def reinforce_plus_plus_baseline(
+    *, rewards: Float[Tensor, "B T"], mask: Float[Tensor, "B T"], groups: Int[Tensor, " B"], **_: Any
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    """Score minus the group's mean, whitened over all tokens of the batch (Hu et al. 2025, arXiv:2501.03262)."""
+    on = mask > 0
+    centred = _centred_scores(rewards, mask, groups)[0]
+    advantages = torch.where(on, masked_whiten(centred[:, None].expand_as(mask), on), 0).to(rewards.dtype)
+    return advantages, advantages
+
+
+def remax(
+    *, rewards: Float[Tensor, "B T"], mask: Float[Tensor, "B T"], baselines: Float[Tensor, " B"], **_: Any
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    """Reward to go minus the score of the greedy response to the same prompt (Li et al. 2023, arXiv:2310.10505).
+
+    Args:
+        rewards: reward of each token.
+        mask: 1 on sampled tokens.
+        baselines: score of the greedy response, of each response's prompt.
+
+    Returns:
+        Advantages, and the rewards to go.
+    """
+    to_go = _to_go(rewards, mask, 1.0)
+    advantages = torch.where(mask > 0, to_go - baselines[:, None], 0)
+    return advantages.to(rewards.dtype), to_go.to(rewards.dtype)
+
+
+def optimal_token_baseline(
+    *,
+    rewards: Float[Tensor, "B T"],
+    mask: Float[Tensor, "B T"],
+    groups: Int[Tensor, " B"],
+    old_log_probs: Float[Tensor, "B T"],
+    sum_pi_squared: Float[Tensor, "B T"],
+    importance: Float[Tensor, "B T"] | None = None,
+    **_: Any,
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    """Reward to go minus a baseline for each token: the group's rewards to go at that position, weighted by what the
+    gradient of each response has varied so far (optimal token baseline, Li et al. 2026, arXiv:2602.07078).
+
+    1 - 2π + Σ_v π(v)² is the squared norm of a token's gradient with respect to the logits. Positions count sampled tokens.
+    From where only one response of the group is left there is no baseline.
+
+    Args:
+        rewards: reward of each token.
+        mask: 1 on sampled tokens.
+        groups: equal integers for responses to the same prompt.
+        old_log_probs: of the sampled tokens, log π.
+        sum_pi_squared: Σ_v π(v)² over the vocabulary, at each token.
+        importance: weights of a rollout correction; their squares weigh the variances.
+
+    Returns:
+        Advantages, and the rewards to go.
+    """
+    on, dtype = mask > 0, _statistics_dtype(rewards)
+    order = on.logical_not().int().argsort(dim=1, stable=True)  # sampled tokens first, in their order
+    there = on.gather(1, order)
+    norm = 1 - 2 * old_log_probs.to(dtype).exp() + sum_pi_squared
+    weights = norm if importance is None else norm * importance.square()
+    weights = torch.where(there, weights.gather(1, order), 0).cumsum(1)
+    to_go = _to_go(rewards, mask, 1.0)
+    packed = to_go.gather(1, order)
+    total = _total_of(groups)
+    baseline = total(packed * weights) / (total(weights) + 1e-8)
+    baseline = torch.where(total(there.to(dtype)) > 1, baseline, 0)
+    packed = torch.where(there, packed - baseline, 0)
+    advantages = torch.zeros_like(packed).scatter(1, order, packed)
+    return advantages.to(rewards.dtype), to_go.to(rewards.dtype)
 
 
 def group_statistics(
@@ -118,16 +277,13 @@ def group_statistics(
     exactly 0: means are taken of what exceeds the group's lowest score, which also keeps small differences of large
     scores.
     """
-    index = torch.unique(groups, return_inverse=True)[1]
-    none = scores.new_zeros(scores.shape[0])
+    sum_of = _total_of(groups)
 
     def total(x: Tensor) -> Tensor:
-        return none.index_add(0, index, torch.where(valid, x, 0))[index]
+        return sum_of(torch.where(valid, x, 0))
 
-    size = total(none + 1)
-    candidates = torch.where(valid, scores, float("inf"))
-    lowest = torch.full_like(scores, float("inf")).scatter_reduce(0, index, candidates, "amin")[index]
-    excess = scores - lowest
+    size = total(torch.ones_like(scores))
+    excess = scores + _highest(-scores, groups, valid)
     centred = excess - total(excess) / size.clamp(min=1)
     std = (total(centred.square()) / (size - 1).clamp(min=1)).sqrt()
     several = size > 1
@@ -152,9 +308,54 @@ def _centred_scores(
     rewards: Float[Tensor, "B T"], mask: Float[Tensor, "B T"], groups: Int[Tensor, " B"]
 ) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"], Float[Tensor, " B"]]:
     """`group_statistics` of the responses' scores."""
+    scores, valid = _scores(rewards, mask)
+    return group_statistics(scores, groups, valid)
+
+
+def _scores(
+    rewards: Float[Tensor, "B T"], mask: Float[Tensor, "B T"]
+) -> tuple[Float[Tensor, " B"], Bool[Tensor, " B"]]:
+    """Sum of each response's rewards, and whether it has any token."""
     on = mask > 0
-    scores = torch.where(on, rewards.to(_statistics_dtype(rewards)), 0).sum(dim=1)
-    return group_statistics(scores, groups, on.any(dim=1))
+    return torch.where(on, rewards.to(_statistics_dtype(rewards)), 0).sum(dim=1), on.any(dim=1)
+
+
+def _total_of(groups: Int[Tensor, " B"]) -> Callable[[Tensor], Tensor]:
+    """A function: (B, …) -> each row's sum over the rows of its group."""
+    index = torch.unique(groups, return_inverse=True)[1]
+    return lambda x: torch.zeros_like(x).index_add(0, index, x)[index]
+
+
+def _highest(scores: Float[Tensor, " B"], groups: Int[Tensor, " B"], valid: Bool[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """Of the valid members of each row's group; -inf if there is none."""
+    index = torch.unique(groups, return_inverse=True)[1]
+    none = torch.full_like(scores, -torch.inf)
+    return none.scatter_reduce(0, index, torch.where(valid, scores, -torch.inf), "amax")[index]
+
+
+def _backward(
+    rewards: Float[Tensor, "B T"],
+    values: Float[Tensor, "B T"],
+    on: Bool[Tensor, "B T"],
+    gamma: float,
+    lam: float | Float[Tensor, " B"],
+) -> Float[Tensor, "B T"]:
+    """The recursion of `gae` from the last token to the first; 0 where masked."""
+    next_value = next_advantage = rewards.new_zeros(rewards.shape[0])
+    columns = []
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = torch.where(on[:, t], delta + gamma * lam * next_advantage, next_advantage)
+        next_value = torch.where(on[:, t], values[:, t], next_value)
+        columns.append(next_advantage)
+    return torch.where(on, torch.stack(columns[::-1], dim=1), 0)
+
+
+def _to_go(rewards: Float[Tensor, "B T"], mask: Float[Tensor, "B T"], gamma: float) -> Float[Tensor, "B T"]:
+    """Discounted sum of the rewards from each sampled token on."""
+    on = mask > 0
+    r = torch.where(on, rewards.to(_statistics_dtype(rewards)), 0)
+    return _backward(r, torch.zeros_like(r), on, gamma, 1.0)
 
 
 def _per_token(

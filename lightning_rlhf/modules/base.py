@@ -12,13 +12,14 @@ optimizer step and W the ranks that FSDP averages over, so results depend neithe
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -31,17 +32,12 @@ from torch import Tensor, nn
 from lightning_rlhf.flops import Passes, dims_of, frozen
 from lightning_rlhf.modules import advantages, losses
 from lightning_rlhf.modules.batching import MicroBatch, Split, micro_batches, mini_batches
+from lightning_rlhf.modules.correction import Correction, importance_weights, kept, mean_weight, off_policy
 from lightning_rlhf.modules.experience import gather_experience
 from lightning_rlhf.modules.gradients import clip_roles
+from lightning_rlhf.modules.kl import KL
 from lightning_rlhf.modules.lora import trained_matrices
-from lightning_rlhf.modules.losses import (
-    Aggregation,
-    Correction,
-    KLKind,
-    importance_weights,
-    kl_estimate,
-    token_weights,
-)
+from lightning_rlhf.modules.losses import OWN_AGGREGATION, SELECTIONS, Aggregation, kl_estimate, token_weights
 from lightning_rlhf.modules.metrics import Metrics
 from lightning_rlhf.modules.policy import Critic, Policy
 from lightning_rlhf.modules.report import (
@@ -60,31 +56,9 @@ from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.packing import Packed, attention_cost
 from lightning_rlhf.phases import Phases
 from lightning_rlhf.scoring import Scorer
-from lightning_rlhf.types import Experience, Rollout, Scores
+from lightning_rlhf.types import Experience, Rollout, Scores, derive_seed
 
 RewardFunction = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class KL:
-    """Distance to the reference model.
-
-    Args:
-        coef: weight β; 0 switches it off and no reference is loaded.
-        estimator: per-token estimate, see `losses.kl_estimate`.
-        where: added to the loss, or taken off the token rewards.
-    """
-
-    coef: NonNegativeFloat = 0.0
-    estimator: KLKind = "k3"
-    where: Literal["loss", "reward"] = "loss"
-
-    def __post_init__(self) -> None:
-        if self.where == "loss" and self.estimator in ("k1", "abs"):
-            raise ValueError(
-                f"model.kl.estimator {self.estimator!r} has no useful gradient in the loss: use {self.estimator + '+'!r}, k2"
-                " or k3, or where: reward"
-            )
 
 
 class RLHFLightningModule(ModelRoles):
@@ -100,10 +74,14 @@ class RLHFLightningModule(ModelRoles):
         reward_timeout: seconds one scoring of an iteration's responses may take per function; null is no limit.
         reward_workers: processes for reward functions; 0 runs them in this process.
         advantage: estimator by name (see `modules.advantages`) or dotted path; default `default_advantage` of the class.
+        advantage_args: options of the estimator, such as {gamma: 0.99}.
         loss: policy loss by name (see `modules.losses`) or dotted path.
-        aggregation: how token losses become one loss, over the global optimizer step.
-        clip_low: the ratio gains nothing below 1 - clip_low.
-        clip_high: the ratio gains nothing above 1 + clip_high.
+        loss_args: options of the loss, such as {beta: 0.5}.
+        aggregation: how token losses become one loss, over the global optimizer step; null is the loss's own: seq-mean-token-mean
+            for gspo, gmpo and sapo, token-mean for all others.
+        clip_low: how far the policy may move against a token: what is bounded is the loss's matter, for ppo the ratio, by
+            1 - clip_low. null is the loss's own: 0.2 for ppo.
+        clip_high: the same in favour of a token, for ppo by 1 + clip_high.
         clip_dual: bound of the loss at negative advantages, in units of the advantage; null switches it off.
         entropy_coef: weight of the entropy bonus.
         kl: distance to the frozen reference.
@@ -137,10 +115,12 @@ class RLHFLightningModule(ModelRoles):
         reward_timeout: PositiveFloat | None = 60.0,
         reward_workers: NonNegativeInt = 0,
         advantage: str | None = None,
+        advantage_args: dict[str, Any] | None = None,
         loss: str = "ppo",
-        aggregation: Aggregation = "token-mean",
-        clip_low: NonNegativeFloat = 0.2,
-        clip_high: NonNegativeFloat = 0.2,
+        loss_args: dict[str, Any] | None = None,
+        aggregation: Aggregation | None = None,
+        clip_low: NonNegativeFloat | None = None,
+        clip_high: NonNegativeFloat | None = None,
         clip_dual: float | None = 3.0,
         entropy_coef: NonNegativeFloat = 0.0,
         kl: KL = KL(),
@@ -163,11 +143,18 @@ class RLHFLightningModule(ModelRoles):
         self.automatic_optimization = False
         self.scorer = Scorer(reward or [], reward_weights, timeout=reward_timeout, workers=reward_workers)
         self.advantage_function = _function(advantage or self.default_advantage, advantages, "model.advantage")
+        self.advantage_args = advantage_args or {}
         self._check_estimator()
         self.loss_function = _function(loss, losses, "model.loss")
-        self.aggregation, self.mask_truncated = aggregation, mask_truncated
-        self.entropy_coef, self.kl, self.correction = entropy_coef, kl, correction
-        self.clip = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual}
+        self.select_function = SELECTIONS.get(self.loss_function)
+        clips = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual}
+        readers = [f for f in (self.loss_function, self.select_function) if f is not None]
+        _check_options(readers, loss_args or {}, {*clips, *_TENSORS}, "model.loss_args")
+        given = {name: clip for name, clip in clips.items() if clip is not None or name == "clip_dual"}
+        self.loss_args = given | (loss_args or {})
+        self.aggregation: Aggregation = aggregation or OWN_AGGREGATION.get(self.loss_function, "token-mean")
+        self.mask_truncated, self.entropy_coef, self.correction = mask_truncated, entropy_coef, correction
+        self.kl, self.kl_coef = kl, kl.coef
         self.ppo_epochs, self.mini_batches, self.micro_batch_tokens = ppo_epochs, mini_batches, micro_batch_tokens
         self.optimizer = optimizer
         self.lr_schedule, self.warmup_steps, self.min_lr_ratio = lr_schedule, warmup_steps, min_lr_ratio
@@ -194,10 +181,11 @@ class RLHFLightningModule(ModelRoles):
         needed = {
             p.name for p in parameters if p.default is p.empty and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
         }
-        if missing := needed - self.advantage_inputs:
+        _check_options([self.advantage_function], self.advantage_args, self.advantage_inputs, "model.advantage_args")
+        if missing := needed - self.advantage_inputs - self.advantage_args.keys():
             raise ValueError(
                 f"model.advantage: {self.advantage_function.__name__} needs {', '.join(sorted(missing))}, which"
-                f" {type(self).__name__} does not have"
+                f" {type(self).__name__} does not have: take another one, or hand it over in compute_advantages"
             )
 
     @property
@@ -228,6 +216,16 @@ class RLHFLightningModule(ModelRoles):
         scheduler = warmup_schedule(optimizer, self.lr_schedule, self.warmup_steps, iterations, self.min_lr_ratio)
         return [optimizer], [scheduler]
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        if self.kl.target is not None:
+            checkpoint["kl_coef"] = self.kl_coef
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        if self.kl.target is not None:
+            self.kl_coef = checkpoint.get("kl_coef", self.kl_coef)
+
     def teardown(self, stage: str) -> None:
         self.scorer.close()
 
@@ -242,9 +240,13 @@ class RLHFLightningModule(ModelRoles):
         experience = self.evaluate(experience)
         values, returns = self.compute_advantages(experience)
         experience = replace(experience, advantages=values, returns=returns)
+        tokens = experience.mask.sum()
+        experience = self.correct(experience)
         with self.phases("update"):
             metrics = self.update(experience)
         metrics.mean("reward/frac_zero_std", same)
+        if self.correction is not None and self.correction.reject:
+            metrics.mean("rollout/rejected_ratio", 1.0 - experience.mask.sum() / tokens.clamp(min=1.0))
         self.last_experience, self.last_scores = experience, scores
         self.log_iteration(rollout, experience, metrics)
 
@@ -261,13 +263,19 @@ class RLHFLightningModule(ModelRoles):
 
     def compute_advantages(self, experience: Experience) -> tuple[Tensor, Tensor]:
         """(advantages, returns), each (G, T), from the whole batch. Runs equally on every rank."""
-        return self.advantage_function(rewards=experience.rewards, mask=experience.mask, groups=experience.group)
+        return self.advantage_function(
+            rewards=experience.rewards, mask=experience.mask, groups=experience.group, **self.advantage_args
+        )
 
     def policy_loss(
-        self, log_probs: Tensor, old_log_probs: Tensor, token_advantages: Tensor, mask: Tensor
+        self, log_probs: Tensor, old_log_probs: Tensor, token_advantages: Tensor, mask: Tensor, **selected: Tensor
     ) -> tuple[Float[Tensor, "b T"], dict[str, Tensor]]:
-        """(token losses, metrics) of one micro-batch; weights and sums come after."""
-        return self.loss_function(log_probs, old_log_probs, token_advantages, mask, **self.clip)
+        """(token losses, metrics) of one micro-batch; weights and sums come after.
+
+        Args:
+            **selected: ``chosen``, the tokens that `losses.SELECTIONS` has found in the whole optimizer step, if the loss has one.
+        """
+        return self.loss_function(log_probs, old_log_probs, token_advantages, mask, **self.loss_args, **selected)
 
     # -- scoring and evaluation --------------------------------------------------------------------
 
@@ -308,7 +316,12 @@ class RLHFLightningModule(ModelRoles):
     @property
     def needs_old_log_probs(self) -> bool:
         """Whether they cost a pass of their own: with one optimizer step per rollout the update's own forward has them."""
-        return self.ppo_epochs * self.mini_batches > 1 or (self.needs_reference and self.kl.where == "reward")
+        return (
+            self.ppo_epochs * self.mini_batches > 1
+            or (self.needs_reference and self.kl.where == "reward")
+            or self.select_function is not None
+            or (self.correction is not None and self.correction.needs_batch)
+        )
 
     def evaluate(self, experience: Experience) -> Experience:
         """Add what is computed before the update without gradients; KL in the reward is taken off here."""
@@ -324,8 +337,26 @@ class RLHFLightningModule(ModelRoles):
             if self.kl.where == "reward":
                 assert experience.old_log_probs is not None
                 distance = kl_estimate(experience.old_log_probs, ref, self.kl.estimator) * experience.mask
-                experience = replace(experience, rewards=experience.rewards - self.kl.coef * distance)
+                experience = replace(experience, rewards=experience.rewards - self.kl_coef * distance)
         return experience
+
+    def correct(self, experience: Experience) -> Experience:
+        """What of a rollout correction depends on the whole iteration: its mean weight, and the tokens that no longer count.
+
+        After the advantages, in which rejected responses still are part of their group.
+        """
+        correction, sampler = self.correction, experience.sampler_log_probs
+        if correction is None:
+            return experience
+        if sampler is None:
+            raise RuntimeError("model.correction needs the engine's log-probs, and the rollout has none")
+        if not correction.needs_batch:
+            return experience
+        old, mask = experience.old_log_probs, experience.mask
+        assert old is not None
+        weights = importance_weights(old, sampler, mask, correction)
+        mean = float(mean_weight(weights, mask, correction)) if correction.normalize else 1.0
+        return replace(experience, importance=weights, importance_mean=mean, mask=kept(old, sampler, mask, correction))
 
     def reference_log_probs(self, experience: Experience) -> Float[Tensor, "G T"]:
         """Of the frozen reference; with LoRA that is the actor without its adapter."""
@@ -335,11 +366,15 @@ class RLHFLightningModule(ModelRoles):
 
     @torch.no_grad()
     def forward_all(
-        self, root: nn.Module, experience: Experience, forward: Callable[[Packed], Float[Tensor, "b T"]]
+        self,
+        root: nn.Module,
+        experience: Experience,
+        forward: Callable[[Packed], Float[Tensor, "b T"]],
+        rows: Sequence[int] | None = None,
     ) -> Float[Tensor, "G T"]:
-        """``forward`` over the whole batch, each data rank its bins, the result equal on every rank."""
+        """``forward`` over ``rows`` or the whole batch, each data rank its bins, the result equal on every rank."""
         out = torch.zeros_like(experience.mask)
-        for batch in micro_batches(experience, range(len(experience)), self.split)[0]:
+        for batch in micro_batches(experience, range(len(experience)) if rows is None else rows, self.split)[0]:
             out[batch.rows, : batch.width] = forward(batch.packed)
         self.strategy.reshard(root)
         return self.strategy.all_reduce_dp(out)
@@ -359,6 +394,7 @@ class RLHFLightningModule(ModelRoles):
         for number, rows in enumerate(steps, 1):
             weights, chosen = torch.zeros_like(experience.mask), torch.tensor(rows, device=self.device)
             weights[chosen] = token_weights(experience.mask[chosen], self.aggregation, experience.max_length)
+            experience = self.select(experience, rows, number)
             batches, spent = micro_batches(experience, rows, self.split)
             self.packing["real_tokens"] += sum(len(experience.sequences[i]) for i in rows)
             self.packing["padded_tokens"] += spent
@@ -368,6 +404,30 @@ class RLHFLightningModule(ModelRoles):
         for scheduler in self._schedulers():
             scheduler.step()
         return metrics
+
+    def select(self, experience: Experience, rows: Sequence[int], number: int) -> Experience:
+        """Add the tokens that the loss treats differently, chosen from the whole optimizer step by the policy it begins with.
+
+        Args:
+            rows: responses of the step.
+            number: of the step, from 1: in the first one the policy is still the old one.
+        """
+        if self.select_function is None:
+            return experience
+        old = experience.old_log_probs
+        assert old is not None
+        assert experience.advantages is not None
+        log_probs = old
+        if number > 1:
+            log_probs = self.forward_all(
+                self.actor, experience, lambda packed: self.actor(packed, experience.temperature)[0], rows
+            )
+        here = torch.tensor(rows, device=self.device)
+        tensors = (x[here] for x in (log_probs, old, experience.advantages, experience.mask))
+        seed = derive_seed("select", self.seed, self.trainer.fit_loop.total_batch_idx, number)
+        chosen = torch.zeros_like(experience.mask, dtype=torch.bool)
+        chosen[here] = self.select_function(*tensors, **self.loss_args, seed=seed)
+        return replace(experience, chosen=chosen)
 
     def micro_step(
         self, experience: Experience, batch: MicroBatch, weights: Float[Tensor, "b T"], metrics: Metrics, steps: int
@@ -384,13 +444,20 @@ class RLHFLightningModule(ModelRoles):
         log_probs, entropy = self.actor(batch.packed, experience.temperature, with_entropy)
         old = log_probs.detach() if experience.old_log_probs is None else experience.old_log_probs[rows, :width]
         assert experience.advantages is not None
-        token_losses, token_metrics = self.policy_loss(log_probs, old, experience.advantages[rows, :width], mask)
+        selected = {} if experience.chosen is None else {"chosen": experience.chosen[rows, :width]}
+        token_losses, token_metrics = self.policy_loss(
+            log_probs, old, experience.advantages[rows, :width], mask, **selected
+        )
         sampler = None if experience.sampler_log_probs is None else experience.sampler_log_probs[rows, :width]
         if self.correction is not None:
-            if sampler is None:
-                raise RuntimeError("model.correction needs the engine's log-probs, and the rollout has none")
-            importance = importance_weights(old, sampler, mask, self.correction)
-            token_losses = token_losses * importance
+            assert sampler is not None
+            if experience.importance is None:
+                importance = importance_weights(old, sampler, mask, self.correction)
+            else:
+                importance = experience.importance[rows, :width]
+            token_losses = token_losses * (importance / experience.importance_mean)
+            for name, (values, counts) in off_policy(old, sampler, mask).items():
+                metrics.mean(f"rollout/{name}", values, counts)
             add_importance(metrics, importance, weights * sampler.isfinite(), self.correction.cap)
         loss = _weighted(weights, token_losses)
         metrics.sum("actor/pg_loss", loss.detach() / steps)
@@ -399,8 +466,12 @@ class RLHFLightningModule(ModelRoles):
         if experience.ref_log_probs is not None:
             distance = kl_estimate(log_probs, experience.ref_log_probs[rows, :width], self.kl.estimator)
             metrics.mean("actor/kl_loss", distance.detach(), weights)
+            if self.kl.target is not None:
+                lengths = mask.sum(1)
+                per_response = torch.where(mask > 0, distance.detach(), 0).sum(1) / lengths.clamp(min=1)
+                metrics.mean("actor/kl", per_response, lengths > 0)
             if self.kl.where == "loss":
-                loss = loss + self.kl.coef * _weighted(weights, distance)
+                loss = loss + self.kl_coef * _weighted(weights, distance)
         self.manual_backward(loss * self.trainer.world_size)
         if with_entropy:
             metrics.mean("actor/entropy", entropy.detach(), weights)
@@ -467,6 +538,10 @@ class RLHFLightningModule(ModelRoles):
         self.extra_metrics = {}
         for group in self.optimizers().param_groups:  # type: ignore[union-attr]
             reduced[f"{group['role']}/lr"] = group["lr"]
+        if self.kl.target is not None:
+            reduced["actor/kl_coef"] = self.kl_coef
+            if math.isfinite(distance := reduced.get("actor/kl", math.nan)):
+                self.kl_coef = self.kl.adapted(self.kl_coef, distance, len(experience))
         self.forget(self._logged - reduced.keys())
         self._logged = set(reduced)
         self.log_dict(reduced, sync_dist=False, batch_size=len(experience))
@@ -525,3 +600,25 @@ def _function(name: str | Callable[..., Any], module: ModuleType, key: str) -> C
         public = [n for n in takes_all if vars(module)[n].__module__ == module.__name__ and n[0] != "_"]
         raise ValueError(f"{key}: there is no {name!r}; built in: {', '.join(public)}, or a dotted path") from None
     return found
+
+
+_TENSORS = frozenset({"log_probs", "old_log_probs", "advantages", "mask", "chosen", "seed"})
+"""Arguments of a loss that are no options."""
+
+
+def _check_options(
+    functions: Sequence[Callable[..., Any]], given: Mapping[str, Any], own: Collection[str], key: str
+) -> None:
+    """Raise ValueError if ``given`` has a name that no function lists, or that the module hands over itself (``own``)."""
+    listed = [
+        p.name
+        for function in functions
+        for p in inspect.signature(function).parameters.values()
+        if p.kind is not p.VAR_KEYWORD
+    ]
+    options = [name for name in dict.fromkeys(listed) if name not in own]
+    for name in given:
+        if name not in options:
+            raise ValueError(
+                f"{key}: {functions[0].__name__} has no option {name!r}; it has {', '.join(options) or 'none'}"
+            )

@@ -114,6 +114,7 @@ class PPOLightningModule(RLHFLightningModule):
             gamma=self.gamma,
             lam=self.lam,
             whiten=self.whiten_advantages,
+            **self.advantage_args,
         )
 
     def update(self, experience: Experience) -> Metrics:
