@@ -30,6 +30,7 @@ OWNERS: dict[str, tuple[type, ...]] = {
     "trainer.strategy": (lightning_rlhf.FSDPUlyssesStrategy,),
     "model": (RLHFLightningModule, lightning_rlhf.PPOLightningModule, ModelSettings),
     "model.kl": (lightning_rlhf.KL,),
+    "model.correction": (lightning_rlhf.Correction,),
     "model.lora": (lightning_rlhf.LoRA,),
     "rollout": (lightning_rlhf.RolloutCallback,),
     "rollout.sampling": (lightning_rlhf.Sampling,),
@@ -108,8 +109,9 @@ def test_the_list_of_metrics_names_what_is_logged_and_nothing_else(tmp_path: Pat
     }
     command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", "configs/tiny_ppo.yaml"]
     path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    corrected = {"model.correction": "{reject: {token_k2: 10.0}}", "model.kl": "{coef: 0.01, target: 0.1}"}
     logged = set()
-    for more in ({"rollout.offload_optimizer": True}, {"rollout.async_level": 1, "model.correction": "{}"}):
+    for more in ({"rollout.offload_optimizer": True}, {"rollout.async_level": 1, **corrected}):
         done = subprocess.run(
             [*command, *(f"--{key}={value}" for key, value in (options | more).items())],
             cwd=ROOT,
@@ -121,7 +123,7 @@ def test_the_list_of_metrics_names_what_is_logged_and_nothing_else(tmp_path: Pat
         file = max(tmp_path.rglob("metrics.csv"), key=lambda p: p.stat().st_mtime_ns)
         with file.open(newline="") as opened:
             logged |= set(next(csv.reader(opened))) - {"step", "epoch"}
-    names = set(re.findall(r"`([a-z_]+/[a-z_@</>]+)`", (ROOT / "docs/logging.md").read_text()))
+    names = set(re.findall(r"`([a-z_]+/[a-z0-9_@</>]+)`", (ROOT / "docs/logging.md").read_text()))
     seen = {
         name: [m for m in logged if re.fullmatch(re.sub(r"<[a-z]+>", "[^/]+", re.sub("@[nk]$", "@[0-9]+", name)), m)]
         for name in names

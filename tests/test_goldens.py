@@ -27,11 +27,11 @@ FIXTURE = {
 }
 MASK, VALUES, REWARDS = FIXTURE["mask"], FIXTURE["values"], FIXTURE["rewards"]
 GROUPS = torch.tensor([0, 0, 1, 1])
-I, J = torch.arange(4)[:, None].double(), torch.arange(5)[None].double()
-OLD = -(0.2 + 0.9 * ((3 * I + 2 * J + 1) % 7) / 7)
-NEW = OLD + 0.35 * ((5 * I + 3 * J) % 5 - 2) / 2
-REF = OLD + 0.2 * ((2 * I + 4 * J + 1) % 5 - 2) / 2
-SAMPLER = OLD + 0.1 * ((4 * I + J + 2) % 5 - 2) / 2
+ROW, TOKEN = torch.arange(4)[:, None].double(), torch.arange(5)[None].double()
+OLD = -(0.2 + 0.9 * ((3 * ROW + 2 * TOKEN + 1) % 7) / 7)
+NEW = OLD + 0.35 * ((5 * ROW + 3 * TOKEN) % 5 - 2) / 2
+REF = OLD + 0.2 * ((2 * ROW + 4 * TOKEN + 1) % 5 - 2) / 2
+SAMPLER = OLD + 0.1 * ((4 * ROW + TOKEN + 2) % 5 - 2) / 2
 ADVANTAGES = torch.tensor([1.2, -0.7, 0.4, -1.5], dtype=torch.float64)[:, None].expand(4, 5)
 
 CHECKS: dict[str, Callable[[Any], None]] = {}

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import yaml
 from lightning.pytorch.loggers import CSVLogger
 from pyarrow.parquet import read_table
 from toys import TINY_MODULE, even_tokens, fit
 
+import lightning_rlhf
 from lightning_rlhf import (
+    KL,
+    Correction,
     FSDPUlyssesStrategy,
     GRPOLightningModule,
     IterationCheckpoint,
@@ -204,3 +210,183 @@ def test_what_is_said_of_the_policy_does_not_change_another_critic(tmp_path):
 def test_a_reference_that_is_not_there_is_not_offloaded_in_silence():
     with pytest.warns(UserWarning, match=r"model\.offload_reference moves nothing: model\.kl\.coef is 0"):
         GRPOLightningModule(**COMMON, offload_reference=True)
+
+
+# -- losses and estimators by their settings ---------------------------------------------------------------------------------
+
+
+def same(a: list[dict[str, float]], b: list[dict[str, float]]) -> None:
+    for left, right in zip(a, b, strict=True):
+        assert left.keys() == right.keys()
+        for name in left:
+            if name.startswith(("actor/", "reward/", "rollout/is_", "rollout/rejected")):
+                assert left[name] == pytest.approx(right[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("loss", "args"), [("kl_cov", {"share": 0.1}), ("clip_cov", {"share": 0.1, "lowest": 0.0}), ("gspo", {})]
+)
+def test_a_loss_over_more_than_a_token_does_not_depend_on_micro_batches(loss, args, tmp_path):
+    runs = [
+        fit(
+            GRPOLightningModule(
+                **COMMON | {"micro_batch_tokens": tokens}, loss=loss, loss_args=args, mini_batches=2, clip_low=0.2
+            ),
+            tmp_path / str(tokens),
+            2,
+            num_generations=4,
+        )
+        for tokens in (4096, 40)
+    ]
+    same(*runs)
+
+
+class Choice(GRPOLightningModule):
+    """Records the tokens that its loss was told to treat differently, by micro-batch, and how many it had."""
+
+    def policy_loss(self, log_probs, old_log_probs, token_advantages, mask, **selected):
+        self.found.append((int((selected["chosen"] * mask).sum()), int(mask.sum())))
+        return super().policy_loss(log_probs, old_log_probs, token_advantages, mask, **selected)
+
+
+def test_tokens_are_chosen_from_the_whole_optimizer_step(tmp_path):
+    """A tenth of them, however few a micro-batch has; by the policy of that step."""
+    module = Choice(**COMMON | {"micro_batch_tokens": 40}, loss="kl_cov", loss_args={"share": 0.1}, mini_batches=2)
+    module.found = []
+    fit(module, tmp_path, 1, num_generations=4)
+    assert len(module.found) > 10
+    chosen, tokens = (sum(column) for column in zip(*module.found, strict=True))
+    assert tokens * 0.1 - 2 <= chosen <= tokens * 0.1
+    assert len({a / b for a, b in module.found}) > 2
+
+
+RECIPES = ("dr_grpo", "rloo", "reinforce_plus_plus", "dapo", "gspo", "cispo", "vapo")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_trains(name, tmp_path):
+    """Its settings of the algorithm, with another model and task, a critic that is warm already, and responses that are all cut."""
+    model = yaml.safe_load((Path(__file__).parent.parent / "configs" / f"{name}.yaml").read_text())["model"]
+    options = {k: KL(**v) if k == "kl" else v for k, v in model["init_args"].items()} | COMMON
+    options |= dict.fromkeys(options.keys() & {"critic_warmup", "mask_truncated"}, 0)
+    module = getattr(lightning_rlhf, model["class_path"].rpartition(".")[2])(**options)
+    (row,) = fit(module, tmp_path, 1, num_generations=4)
+    assert row["actor/grad_norm"] > 0.0
+    assert row["actor/skipped_steps"] == 0.0
+
+
+def test_an_aggregation_and_clips_that_are_not_set_are_the_losses_own():
+    module = GRPOLightningModule("random:tiny", loss="gspo")
+    assert (module.aggregation, module.loss_args) == ("seq-mean-token-mean", {"clip_dual": 3.0})
+    module = GRPOLightningModule("random:tiny", loss="gspo", aggregation="token-mean", clip_high=0.1)
+    assert (module.aggregation, module.loss_args["clip_high"]) == ("token-mean", 0.1)
+    assert GRPOLightningModule("random:tiny").aggregation == "token-mean"
+
+
+def own_loss(log_probs, old_log_probs, advantages, mask, *, power=1.0, **_):
+    return -advantages * (log_probs - old_log_probs).exp() ** power, {"of_mine": mask}
+
+
+def own_advantage(*, rewards, mask, shift, **_):
+    shifted = (rewards.sum(1, keepdim=True) - shift) * mask
+    return shifted, shifted
+
+
+def test_a_loss_and_an_estimator_of_ones_own_have_options(tmp_path):
+    module = GRPOLightningModule(
+        **COMMON,
+        loss="test_module.own_loss",
+        loss_args={"power": 2.0},
+        advantage="test_module.own_advantage",
+        advantage_args={"shift": 0.5},
+    )
+    assert module.compute_advantages(experience())[0].tolist() == [[0.5, 0.5, 0.0], [3.5, 3.5, 3.5]]
+    rows = fit(module, tmp_path, 1, num_generations=4)
+    assert rows[0]["actor/of_mine"] == 1.0
+    assert rows[0]["actor/grad_norm"] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "dro", "loss_args": {"bta": 1}}, r"model\.loss_args: dro has no option 'bta'; it has beta"),
+        ({"loss_args": {"clip_low": 1}}, r"model\.loss_args: ppo has no option 'clip_low'; it has none"),
+        ({"loss": "kl_cov", "loss_args": {"chosen": 1}}, "kl_cov has no option 'chosen'; it has coef, share"),
+        ({"advantage_args": {"gamma": 0.9}}, r"model\.advantage_args: grpo has no option 'gamma'; it has none"),
+        ({"advantage": "remax"}, "remax needs baselines, which GRPOLightningModule does not have: take another one"),
+        ({"advantage": "optimal_token_baseline"}, "needs old_log_probs, sum_pi_squared, which GRPO"),
+    ],
+)
+def test_options_that_a_function_does_not_have_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOLightningModule("random:tiny", **options)
+
+
+def test_options_of_gae_reach_it():
+    module = PPOLightningModule("random:tiny", advantage_args={"length_alpha": 0.5, "lam_critic": 1.0})
+    assert module.compute_advantages(experience())[1].tolist() == [[1.0, 1.0, 0.0], [4.0, 4.0, 4.0]]
+    with pytest.raises(ValueError, match="gae has no option 'gamma'; it has lam_critic, length_alpha"):
+        PPOLightningModule("random:tiny", advantage_args={"gamma": 0.9})
+
+
+class Shifted(GRPOLightningModule):
+    """As if the engine had given the first token of every response less than the trainer, by 0.5 nats."""
+
+    def gather(self, rollout, scores):
+        gathered = super().gather(rollout, scores)
+        sampler = gathered.sampler_log_probs.clone()
+        sampler[:, 0] -= 0.5
+        return replace(gathered, sampler_log_probs=sampler)
+
+
+def test_rejected_tokens_leave_the_loss_and_stay_in_the_baseline(tmp_path):
+    """Six tokens a response: one is rejected, and weights of 1 and e^0.5 have their mean taken out."""
+    correction = Correction(cap=10.0, normalize=True, reject={"token_k2": 0.1})
+    module = Shifted(**COMMON, correction=correction)
+    seen = []
+    module.policy_loss = lambda *tensors: seen.append(tensors) or GRPOLightningModule.policy_loss(module, *tensors)
+    (row,) = fit(module, tmp_path, 1, num_generations=4, ignore_eos=True)
+    assert row["rollout/rejected_ratio"] == pytest.approx(1 / 6)
+    assert all(not mask[:, 0].any() and mask[:, 1:].all() for *_, mask in seen)
+    assert all(advantages.any() for _, _, advantages, _ in seen)
+    assert row["rollout/is_weight"] == pytest.approx(1.0, abs=1e-4)  # of the tokens that are left
+    experience = module.last_experience
+    assert experience.advantages[:, 0].any()
+
+
+def test_the_mean_weight_is_taken_over_the_whole_iteration(tmp_path):
+    seen = []
+
+    class Watched(Shifted):
+        def correct(self, experience):
+            seen.append(super().correct(experience))
+            return seen[-1]
+
+    module = Watched(**COMMON | {"micro_batch_tokens": 40}, correction=Correction(cap=10.0, normalize=True))
+    fit(module, tmp_path, 1, num_generations=4, ignore_eos=True)
+    assert seen[0].importance_mean == pytest.approx((5 + math.exp(0.5)) / 6, abs=1e-4)
+    assert seen[0].mask.all()
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_the_coefficient_follows_its_target_and_a_resumed_run_goes_on_with_it(tmp_path):
+    def module():
+        return GRPOLightningModule(**COMMON | {"lr": 1e-2}, kl=KL(0.1, target=1e-4, horizon=100), mini_batches=2)
+
+    saver = IterationCheckpoint(dirpath=str(tmp_path / "ck"))
+    whole = fit(module(), tmp_path / "whole", 3, num_generations=4)
+    coefs = [row["actor/kl_coef"] for row in whole]
+    assert coefs[0] == pytest.approx(0.1)
+    for row, coef in zip(whole, coefs[1:], strict=False):
+        error = min(max(row["actor/kl"] / 1e-4 - 1, -0.2), 0.2)
+        assert coef == pytest.approx(row["actor/kl_coef"] * (1 + error * 64 / 100))
+    assert coefs[2] != coefs[1] != coefs[0]
+    fit(module(), tmp_path / "first", 2, num_generations=4, callbacks=[saver])
+    (checkpoint,) = (tmp_path / "ck").glob("*.ckpt")
+    (last,) = fit(module(), tmp_path / "rest", 3, num_generations=4, ckpt_path=str(checkpoint))
+    assert last["actor/kl_coef"] == pytest.approx(coefs[2], rel=1e-6)
+
+
+def test_a_target_needs_a_coefficient_to_start_with():
+    with pytest.raises(ValueError, match=r"model\.kl\.target steers model\.kl\.coef, which must not start at 0"):
+        KL(target=0.1)

@@ -66,6 +66,21 @@ def test_results_do_not_depend_on_how_the_work_is_split(config, tmp_path):
     assert_equal_runs(one, run(tmp_path / "small", config, *QUIET, small))
 
 
+def test_what_is_chosen_weighed_and_rejected_over_the_iteration_does_not_depend_on_the_split(tmp_path):
+    """Tokens by covariance, a mean weight and rejected tokens, of responses that are one update old."""
+    correction = "{level: geometric, normalize: true, reject: {token_k1: [0.97, 1.03]}}"
+    options = [*QUIET, "--model.init_args.loss=kl_cov", "--model.init_args.loss_args={share: 0.1}", "--trainer.max_steps=2"]
+    options += ["--rollout.async_level=1", f"--model.init_args.correction={correction}"]
+    options += ["--model.init_args.kl={coef: 0.01, target: 0.001}"]
+    one = run(tmp_path / "one", "tiny_grpo.yaml", *options)
+    assert 0.05 < one[1]["rollout/rejected_ratio"] < 0.95
+    assert one[1]["actor/kl_coef"] != 0.01
+    two = ["--trainer.devices=2"]
+    assert_equal_runs(one, run(tmp_path / "dp", "tiny_grpo.yaml", *options, *two))
+    split = [*two, "--trainer.strategy.sequence_parallel_size=2", "--model.init_args.micro_batch_tokens=100"]
+    assert_equal_runs(one, run(tmp_path / "sp", "tiny_grpo.yaml", *options, *split))
+
+
 def test_replicas_of_the_shards_give_the_same_results(tmp_path):
     one = run(tmp_path / "one", "tiny_ppo.yaml", *QUIET)
     replicas = ["--trainer.devices=2", "--trainer.strategy.data_parallel_replicate=2"]

@@ -148,8 +148,7 @@ class RLHFLightningModule(ModelRoles):
         self.loss_function = _function(loss, losses, "model.loss")
         self.select_function = SELECTIONS.get(self.loss_function)
         clips = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual}
-        readers = [f for f in (self.loss_function, self.select_function) if f is not None]
-        _check_options(readers, loss_args or {}, {*clips, *_TENSORS}, "model.loss_args")
+        _check_options(self.loss_function, loss_args or {}, {*clips, *_TENSORS}, "model.loss_args")
         given = {name: clip for name, clip in clips.items() if clip is not None or name == "clip_dual"}
         self.loss_args = given | (loss_args or {})
         self.aggregation: Aggregation = aggregation or OWN_AGGREGATION.get(self.loss_function, "token-mean")
@@ -181,7 +180,7 @@ class RLHFLightningModule(ModelRoles):
         needed = {
             p.name for p in parameters if p.default is p.empty and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
         }
-        _check_options([self.advantage_function], self.advantage_args, self.advantage_inputs, "model.advantage_args")
+        _check_options(self.advantage_function, self.advantage_args, self.advantage_inputs, "model.advantage_args")
         if missing := needed - self.advantage_inputs - self.advantage_args.keys():
             raise ValueError(
                 f"model.advantage: {self.advantage_function.__name__} needs {', '.join(sorted(missing))}, which"
@@ -273,7 +272,7 @@ class RLHFLightningModule(ModelRoles):
         """(token losses, metrics) of one micro-batch; weights and sums come after.
 
         Args:
-            **selected: ``chosen``, the tokens that `losses.SELECTIONS` has found in the whole optimizer step, if the loss has one.
+            **selected: ``chosen``, what `losses.SELECTIONS` has found in the whole optimizer step, if the loss is one of them.
         """
         return self.loss_function(log_probs, old_log_probs, token_advantages, mask, **self.loss_args, **selected)
 
@@ -426,7 +425,9 @@ class RLHFLightningModule(ModelRoles):
         tensors = (x[here] for x in (log_probs, old, experience.advantages, experience.mask))
         seed = derive_seed("select", self.seed, self.trainer.fit_loop.total_batch_idx, number)
         chosen = torch.zeros_like(experience.mask, dtype=torch.bool)
-        chosen[here] = self.select_function(*tensors, **self.loss_args, seed=seed)
+        listed = inspect.signature(self.select_function).parameters
+        options = {name: value for name, value in (self.loss_args | {"seed": seed}).items() if name in listed}
+        chosen[here] = self.select_function(*tensors, **options)
         return replace(experience, chosen=chosen)
 
     def micro_step(
@@ -602,23 +603,16 @@ def _function(name: str | Callable[..., Any], module: ModuleType, key: str) -> C
     return found
 
 
-_TENSORS = frozenset({"log_probs", "old_log_probs", "advantages", "mask", "chosen", "seed"})
+_TENSORS = frozenset({"log_probs", "old_log_probs", "advantages", "mask", "chosen"})
 """Arguments of a loss that are no options."""
 
 
-def _check_options(
-    functions: Sequence[Callable[..., Any]], given: Mapping[str, Any], own: Collection[str], key: str
-) -> None:
-    """Raise ValueError if ``given`` has a name that no function lists, or that the module hands over itself (``own``)."""
-    listed = [
-        p.name
-        for function in functions
-        for p in inspect.signature(function).parameters.values()
-        if p.kind is not p.VAR_KEYWORD
-    ]
-    options = [name for name in dict.fromkeys(listed) if name not in own]
+def _check_options(function: Callable[..., Any], given: Mapping[str, Any], own: Collection[str], key: str) -> None:
+    """Raise ValueError if ``given`` has a name that ``function`` does not list, or one that the module hands over (``own``)."""
+    listed = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    options = [name for name in listed if name not in own]
     for name in given:
         if name not in options:
             raise ValueError(
-                f"{key}: {functions[0].__name__} has no option {name!r}; it has {', '.join(options) or 'none'}"
+                f"{key}: {function.__name__} has no option {name!r}; it has {', '.join(options) or 'none'}"
             )

@@ -275,22 +275,28 @@ def clip_cov(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    share: float = 2e-4,
+    lowest: float = 1.0,
+    highest: float = 5.0,
     chosen: Bool[Tensor, "B T"] | None = None,
-    **options: Any,
+    **_: Any,
 ) -> PolicyLoss:
     """`ppo` without dual clip, where some tokens that cost most entropy teach nothing (Cui et al. 2025, arXiv:2505.22617).
 
     Args:
         clip_low: ρ gains nothing below 1 - clip_low.
         clip_high: ρ gains nothing above 1 + clip_high.
+        share: of all tokens, without loss; at least one.
+        lowest: of the covariances among which tokens are drawn.
+        highest: of these covariances.
         chosen: the tokens without loss; None selects them from these tensors by `select_clip_cov`.
-        **options: of `select_clip_cov`.
     """
     _new, log_ratio, gain = _inputs(log_probs, old_log_probs, advantages, mask)
     losses, clipped = _clipped(log_ratio.exp(), gain, clip_low, clip_high)
     if chosen is None:
-        options |= {"clip_low": clip_low, "clip_high": clip_high}
-        chosen = select_clip_cov(log_probs, old_log_probs, advantages, mask, **options)
+        tensors = (log_probs, old_log_probs, advantages, mask)
+        options = {"clip_low": clip_low, "clip_high": clip_high, "share": share, "lowest": lowest, "highest": highest}
+        chosen = select_clip_cov(*tensors, **options)  # type: ignore[arg-type]
     return torch.where(chosen, 0, losses), _metrics(log_ratio, clipped | chosen)
 
 
@@ -301,19 +307,20 @@ def kl_cov(
     mask: Float[Tensor, "B T"],
     *,
     coef: float = 1.0,
+    share: float = 2e-4,
     chosen: Bool[Tensor, "B T"] | None = None,
-    **options: Any,
+    **_: Any,
 ) -> PolicyLoss:
     """No clip; the tokens that cost most entropy are held back by |l| (Cui et al. 2025, arXiv:2505.22617).
 
     Args:
         coef: weight of |l|.
+        share: of all tokens, with |l|; at least one.
         chosen: the tokens with |l|; None selects them from these tensors by `select_kl_cov`.
-        **options: of `select_kl_cov`.
     """
     _new, log_ratio, gain = _inputs(log_probs, old_log_probs, advantages, mask)
     if chosen is None:
-        chosen = select_kl_cov(log_probs, old_log_probs, advantages, mask, **options)
+        chosen = select_kl_cov(log_probs, old_log_probs, advantages, mask, share=share)
     losses = -gain * log_ratio.exp() + torch.where(chosen, coef * log_ratio.abs(), 0)
     return losses, {"ppo_kl": log_ratio.detach().abs()}
 
@@ -330,7 +337,6 @@ def select_clip_cov(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     seed: int = 0,
-    **_: Any,
 ) -> Bool[Tensor, "B T"]:
     """Some of the tokens between two covariances that are not clipped anyway, drawn at random.
 
@@ -357,7 +363,6 @@ def select_kl_cov(
     mask: Float[Tensor, "B T"],
     *,
     share: float = 2e-4,
-    **_: Any,
 ) -> Bool[Tensor, "B T"]:
     """The tokens of largest covariance.
 
@@ -371,7 +376,7 @@ SELECTIONS: dict[Callable[..., Any], Callable[..., Bool[Tensor, "B T"]]] = {
     clip_cov: select_clip_cov,
     kl_cov: select_kl_cov,
 }
-"""What a loss needs as ``chosen`` from ALL tokens of an optimizer step: called with the same arguments, and a ``seed``."""
+"""What a loss needs as ``chosen`` from ALL tokens of an optimizer step: called with its tensors and the options that it lists."""
 
 
 def value_loss(
