@@ -259,7 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
                 killed += code != 0
                 in_saves += code != 0 and kill is not None and kill.write is not None
                 told += code == PREEMPTED
-                if code and (kill is None or (code == 1 and kill.number == signal.SIGTERM and kill.rank is None)):
+                if code and kill is None:
                     wrong.append(f"run {runs}: {(folder / f'try{len(codes) - 1}.0.log').read_text()[-1500:]}")
                     break
             last = 0  # iteration that must not be done again

@@ -36,6 +36,8 @@ ORPHANED = 125
 """Exit code of a process whose launcher is gone."""
 
 _GRACE = 5.0
+_BOTH_END = 3.0
+"""Seconds between the ends of a launcher and of its processes when a run is complete."""
 _TICK = 0.5
 _SHARE = 2 / 3
 """Of the limit of collectives: a rank that hangs must say so before the others give up waiting for it."""
@@ -86,8 +88,10 @@ class _Watch:
 
     def _run(self) -> None:
         while True:
-            if self.parent not in (None, os.getppid()):
-                _end(ORPHANED, f"process {self.parent}, which started it, is gone")
+            if self._steps and self.parent not in (None, os.getppid()):
+                time.sleep(_BOTH_END)
+                if self._steps:
+                    _end(ORPHANED, f"process {self.parent}, which started it, is gone")
             late = [step for step in self._steps if step.end < time.monotonic()]
             if late and not _is_in_no_hurry():
                 step = late[-1]
