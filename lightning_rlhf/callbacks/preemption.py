@@ -22,13 +22,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_rlhf import restricted
 from lightning_rlhf.callbacks.checkpoint import IterationCheckpoint, latest_of_versions
+from lightning_rlhf.callbacks.watchdog import started_by_rank_zero
 
 PREEMPTED = 143
 """Exit code after a signal and a complete checkpoint: 128 + SIGTERM, as of a process that the signal ended."""
@@ -47,7 +47,7 @@ class Preemption(Checkpoint):
     """
 
     def __init__(self) -> None:
-        self._asked = 0
+        self._asked = self._agreed = 0
         self._heard: dict[int, float] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -58,8 +58,7 @@ class Preemption(Checkpoint):
         self._asked, self._heard, self._rank = 0, {}, trainer.global_rank
         signals = [signal.SIGTERM]
         if "SLURM_JOB_ID" in os.environ:
-            unused = [s for s in (signal.SIGUSR1, signal.SIGUSR2) if signal.getsignal(s) is signal.SIG_DFL]
-            signals += unused
+            signals += [s for s in (signal.SIGUSR1, signal.SIGUSR2) if signal.getsignal(s) is signal.SIG_DFL]
         self._before: dict[Any, Any] = {s: signal.getsignal(s) for s in signals}
         connector._original_handlers = dict(self._before)  # Lightning puts them back when fit ends, however it does
         for one in signals:
@@ -84,12 +83,16 @@ class Preemption(Checkpoint):
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         if not isinstance(exception, SIGTERMException):
             return
-        by_rank_zero = isinstance(trainer.strategy.cluster_environment, LightningEnvironment) and trainer.local_rank > 0  # type: ignore[attr-defined]
-        exception.code = 0 if by_rank_zero else PREEMPTED  # it would be ended for a child's failure
+        exception.code = (
+            0 if started_by_rank_zero(trainer) else PREEMPTED
+        )  # rank 0 would be ended for a child's failure
         if trainer.is_global_zero:
             where = ", ".join(str(c._last_checkpoint_saved) for c in _savers(trainer))
             _say(f"iteration {trainer.global_step} is saved in {where}, stopping")
-            if self._asked == _REQUEUE:
+            environment = getattr(trainer.strategy, "cluster_environment", None)
+            if self._agreed == _REQUEUE and getattr(
+                environment, "auto_requeue", True
+            ):  # of Lightning's SLURMEnvironment
                 _requeue()
 
     def _hear(self, number: int, frame: Any) -> None:
@@ -109,8 +112,8 @@ class Preemption(Checkpoint):
         if not savers or savers[0].is_last_iteration(trainer):
             return
         asked = torch.tensor(self._asked, device=trainer.strategy.root_device)
-        self._asked = int(trainer.strategy.reduce(asked, reduce_op="max"))
-        if self._asked:
+        self._agreed = int(trainer.strategy.reduce(asked, reduce_op="max"))  # a signal may come meanwhile
+        if self._agreed:
             for saver in savers:
                 saver.save_now(trainer)
             # Lightning logs the iteration's metrics, then raises SIGTERMException; a validation would take the time that is left

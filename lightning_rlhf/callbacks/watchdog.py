@@ -141,9 +141,8 @@ class Watchdog(pl.Callback):
         self._step: _Step | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        environment = getattr(trainer.strategy, "cluster_environment", None)
-        children = isinstance(environment, LightningEnvironment) and trainer.local_rank > 0
-        launched = children or isinstance(environment, TorchElasticEnvironment)
+        by_torchrun = isinstance(getattr(trainer.strategy, "cluster_environment", None), TorchElasticEnvironment)
+        launched = by_torchrun or started_by_rank_zero(trainer)
         _watch.parent = os.getppid() if launched else None
         limit: timedelta = getattr(trainer.strategy, "_timeout", None) or timedelta(minutes=30)
         self._limit = self.timeout_s or _SHARE * limit.total_seconds()
@@ -189,6 +188,12 @@ class Watchdog(pl.Callback):
         if self._step is not None:
             _watch.remove(self._step)
             self._step = None
+
+
+def started_by_rank_zero(trainer: pl.Trainer) -> bool:
+    """Whether Lightning's first process on this machine started this one."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    return isinstance(environment, LightningEnvironment) and trainer.local_rank > 0
 
 
 def where(trainer: pl.Trainer) -> str:
