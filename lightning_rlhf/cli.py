@@ -43,7 +43,7 @@ from lightning_rlhf.types import Sampling
 OBSERVERS = ("Throughput", "Memory", "Samples", "IterationCheckpoint")
 """Callbacks that a run has by default; ``trainer.callbacks: []`` removes them, ``callbacks+:`` appends."""
 
-CLEAN_UP_S = 60.0
+CLEAN_UP_S = 120.0
 """What one of several processes may take to end after an error."""
 
 _NOISE = (

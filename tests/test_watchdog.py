@@ -29,7 +29,7 @@ from lightning_rlhf import (
     Watchdog,
 )
 from lightning_rlhf.callbacks import watchdog
-from lightning_rlhf.callbacks.watchdog import HUNG, watched
+from lightning_rlhf.callbacks.watchdog import HUNG, ORPHANED, watched
 from lightning_rlhf.rollout import TransformersEngine
 
 LIMIT = 1.0
@@ -235,6 +235,17 @@ time.sleep(600)
 """
 
 
+def test_while_a_step_runs_the_launcher_must_live(ended, monkeypatch):
+    monkeypatch.setattr(watchdog, "_BOTH_END", 0.0)
+    monkeypatch.setattr(watchdog._watch, "parent", os.getppid())
+    with watched("a step", 60.0):
+        assert not ended.event.wait(0.5)
+        monkeypatch.setattr(watchdog._watch, "parent", 12345678)
+        assert ended.event.wait(20)
+    assert (ended.code, ended.said) == (ORPHANED, ["process 12345678, which started it, is gone"])
+
+
+@pytest.mark.slow
 def test_a_process_ends_when_the_one_that_started_it_is_gone(tmp_path):
     launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
     lock = tmp_path / "lock"
