@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,6 +32,7 @@ from lightning_rlhf import (
 )
 from lightning_rlhf.callbacks import watchdog
 from lightning_rlhf.callbacks.watchdog import HUNG, ORPHANED, watched
+from lightning_rlhf.cli import CLEAN_UP_S, RLHFCLI
 from lightning_rlhf.rollout import TransformersEngine
 
 LIMIT = 1.0
@@ -256,3 +259,15 @@ def test_a_process_ends_when_the_one_that_started_it_is_gone(tmp_path):
         with lock.open() as file:
             assert any(released(file) for _ in range(100))
         assert f"lightning-rlhf: rank 0: process {started.pid}, which started it, is gone" in started.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "error", "steps"),
+    [(2, ValueError("no"), ["the clean-up after ValueError"]), (1, ValueError("no"), []), (2, SystemExit(143), [])],
+)
+def test_one_of_several_ranks_must_end_soon_after_an_error(monkeypatch, ranks, error, steps):
+    monkeypatch.setattr(watchdog, "_watch", watch := watchdog._Watch())
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
+    RLHFCLI.progress.on_exception(SimpleNamespace(world_size=ranks), None, error)
+    faulthandler.cancel_dump_traceback_later()
+    assert [(step.what, step.seconds) for step in watch._steps] == [(what, CLEAN_UP_S) for what in steps]
