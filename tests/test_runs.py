@@ -69,7 +69,12 @@ def test_results_do_not_depend_on_how_the_work_is_split(config, tmp_path):
 def test_what_is_chosen_weighed_and_rejected_over_the_iteration_does_not_depend_on_the_split(tmp_path):
     """Tokens by covariance, a mean weight and rejected tokens, of responses that are one update old."""
     correction = "{level: geometric, normalize: true, reject: {token_k1: [0.97, 1.03]}}"
-    options = [*QUIET, "--model.init_args.loss=kl_cov", "--model.init_args.loss_args={share: 0.1}", "--trainer.max_steps=2"]
+    options = [
+        *QUIET,
+        "--model.init_args.loss=kl_cov",
+        "--model.init_args.loss_args={share: 0.1}",
+        "--trainer.max_steps=2",
+    ]
     options += ["--rollout.async_level=1", f"--model.init_args.correction={correction}"]
     options += ["--model.init_args.kl={coef: 0.01, target: 0.001}"]
     one = run(tmp_path / "one", "tiny_grpo.yaml", *options)
