@@ -265,7 +265,7 @@ RECIPES = ("dr_grpo", "rloo", "reinforce_plus_plus", "dapo", "gspo", "cispo", "v
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains(name, tmp_path):
-    """Its settings of the algorithm, with another model and task, a critic that is warm already, and responses that are all cut."""
+    """Its settings of the algorithm with another model and task, a critic that is warm already, and responses that are cut."""
     model = yaml.safe_load((Path(__file__).parent.parent / "configs" / f"{name}.yaml").read_text())["model"]
     options = {k: KL(**v) if k == "kl" else v for k, v in model["init_args"].items()} | COMMON
     options |= dict.fromkeys(options.keys() & {"critic_warmup", "mask_truncated"}, 0)

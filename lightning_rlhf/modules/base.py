@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from lightning_rlhf.flops import Passes, dims_of, frozen
 from lightning_rlhf.modules import advantages, losses
 from lightning_rlhf.modules.batching import MicroBatch, Split, micro_batches, mini_batches
-from lightning_rlhf.modules.correction import Correction, importance_weights, kept, mean_weight, off_policy
+from lightning_rlhf.modules.correction import Correction, add_off_policy, importance_weights, kept, mean_weight
 from lightning_rlhf.modules.experience import gather_experience
 from lightning_rlhf.modules.gradients import clip_roles
 from lightning_rlhf.modules.kl import KL
@@ -239,13 +239,14 @@ class RLHFLightningModule(ModelRoles):
         experience = self.evaluate(experience)
         values, returns = self.compute_advantages(experience)
         experience = replace(experience, advantages=values, returns=returns)
-        tokens = experience.mask.sum()
+        sampled = experience.mask
         experience = self.correct(experience)
         with self.phases("update"):
             metrics = self.update(experience)
         metrics.mean("reward/frac_zero_std", same)
-        if self.correction is not None and self.correction.reject:
-            metrics.mean("rollout/rejected_ratio", 1.0 - experience.mask.sum() / tokens.clamp(min=1.0))
+        if experience.importance is not None:
+            metrics.mean("rollout/rejected_ratio", 1.0 - experience.mask.sum() / sampled.sum().clamp(min=1.0))
+            add_off_policy(metrics, experience.old_log_probs, experience.sampler_log_probs, sampled)
         self.last_experience, self.last_scores = experience, scores
         self.log_iteration(rollout, experience, metrics)
 
@@ -454,11 +455,10 @@ class RLHFLightningModule(ModelRoles):
             assert sampler is not None
             if experience.importance is None:
                 importance = importance_weights(old, sampler, mask, self.correction)
+                add_off_policy(metrics, old, sampler, mask)
             else:
                 importance = experience.importance[rows, :width]
             token_losses = token_losses * (importance / experience.importance_mean)
-            for name, (values, counts) in off_policy(old, sampler, mask).items():
-                metrics.mean(f"rollout/{name}", values, counts)
             add_importance(metrics, importance, weights * sampler.isfinite(), self.correction.cap)
         loss = _weighted(weights, token_losses)
         metrics.sum("actor/pg_loss", loss.detach() / steps)

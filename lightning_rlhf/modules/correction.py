@@ -27,6 +27,7 @@ from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from lightning_rlhf.modules.losses import MAX_LOG_RATIO
+from lightning_rlhf.modules.metrics import Metrics
 
 REJECTIONS = (
     *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
@@ -164,6 +165,16 @@ def off_policy(
     }
     there = (rows > 0).to(x.dtype)
     return {n: (v, known) for n, v in per_token.items()} | {n: (v, there) for n, v in per_response.items()}
+
+
+def add_off_policy(
+    metrics: Metrics, old_log_probs: Tensor | None, sampler_log_probs: Tensor | None, mask: Float[Tensor, "B T"]
+) -> None:
+    """`off_policy` as the means ``rollout/…``."""
+    assert old_log_probs is not None
+    assert sampler_log_probs is not None
+    for name, (values, weights) in off_policy(old_log_probs, sampler_log_probs, mask).items():
+        metrics.mean(f"rollout/{name}", values, weights)
 
 
 _DISTANCE: dict[str, Callable[[Tensor], Tensor]] = {

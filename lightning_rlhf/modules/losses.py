@@ -412,8 +412,8 @@ def kl_estimate(
 ) -> Float[Tensor, "B T"]:
     """Per-token estimate of KL(policy, reference) from sampled tokens (Schulman, 2020, "Approximating KL divergence").
 
-    k1 is unbiased but, as a loss, has no useful gradient; k2 has the gradient of the true KL on policy. A kind that
-    ends in ``+`` combines them: its own value, k2's gradient.
+    k1 is unbiased but, as a loss, has no useful gradient; k2 has the gradient of the true KL on policy, k3 that of
+    KL(reference, policy). A kind that ends in ``+`` combines them: its own value, k2's gradient.
 
     Raises:
         ValueError: unknown ``kind``.
