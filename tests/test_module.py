@@ -233,7 +233,7 @@ def test_a_loss_over_more_than_a_token_does_not_depend_on_micro_batches(loss, ar
                 **COMMON | {"micro_batch_tokens": tokens}, loss=loss, loss_args=args, mini_batches=2, clip_low=0.2
             ),
             tmp_path / str(tokens),
-            2,
+            1,
             num_generations=4,
         )
         for tokens in (4096, 40)

@@ -66,7 +66,12 @@ def test_results_do_not_depend_on_how_the_work_is_split(config, tmp_path):
     assert_equal_runs(one, run(tmp_path / "small", config, *QUIET, small))
 
 
-def test_what_is_chosen_weighed_and_rejected_over_the_iteration_does_not_depend_on_the_split(tmp_path):
+@pytest.mark.parametrize(
+    "split",
+    [[], pytest.param(["--trainer.strategy.sequence_parallel_size=2"], marks=pytest.mark.slow)],
+    ids=["dp", "sp"],
+)
+def test_what_is_chosen_weighed_and_rejected_over_the_iteration_does_not_depend_on_the_split(split, tmp_path):
     """Tokens by covariance, a mean weight and rejected tokens, of responses that are one update old."""
     correction = "{level: geometric, normalize: true, reject: {token_k1: [0.97, 1.03]}}"
     options = [
@@ -80,10 +85,8 @@ def test_what_is_chosen_weighed_and_rejected_over_the_iteration_does_not_depend_
     one = run(tmp_path / "one", "tiny_grpo.yaml", *options)
     assert 0.05 < one[1]["rollout/rejected_ratio"] < 0.95
     assert one[1]["actor/kl_coef"] != 0.01
-    two = ["--trainer.devices=2"]
-    assert_equal_runs(one, run(tmp_path / "dp", "tiny_grpo.yaml", *options, *two))
-    split = [*two, "--trainer.strategy.sequence_parallel_size=2", "--model.init_args.micro_batch_tokens=100"]
-    assert_equal_runs(one, run(tmp_path / "sp", "tiny_grpo.yaml", *options, *split))
+    two = ["--trainer.devices=2", "--model.init_args.micro_batch_tokens=100", *split]
+    assert_equal_runs(one, run(tmp_path / "two", "tiny_grpo.yaml", *options, *two))
 
 
 def test_replicas_of_the_shards_give_the_same_results(tmp_path):
