@@ -75,7 +75,8 @@ class Samples(pl.Callback):
     ) -> None:
         if trainer.is_global_zero and not trainer.sanity_checking:
             columns = sample_columns(batch["rollout"], pl_module.last_scores, pl_module.tokenizer)
-            self._validation.append({"set": [dataloader_idx] * len(columns["prompt"])} | columns)
+            name = pl_module.validation_set(dataloader_idx)
+            self._validation.append({"set": [name] * len(columns["prompt"])} | columns)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if self._validation:
@@ -90,10 +91,13 @@ class Samples(pl.Callback):
 
     def _publish(self, trainer: pl.Trainer, pl_module: Any, kind: str, columns: Columns) -> None:
         step = pl_module.iteration
-        if self.rows:
-            console = get_console()
-            title = f"{kind} {step}" if kind == "iteration" else f"{kind} at iteration {step}"
-            console.print(sample_table(columns, title, self.rows, self.max_characters, console.encoding))
+        title = f"{kind} {step}" if kind == "iteration" else f"{kind} at iteration {step}"
+        console, sets = get_console(), list(dict.fromkeys(columns.get("set", [])))
+        for name in (sets or [""]) if self.rows else []:
+            own = [i for i in range(len(columns["prompt"])) if not sets or columns["set"][i] == name]
+            shown = {key: [values[i] for i in own] for key, values in columns.items()}
+            of_set = f"{title}: {name}" if len(sets) > 1 else title
+            console.print(sample_table(shown, of_set, self.rows, self.max_characters, console.encoding))
         if self.save and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             write_parquet(
                 {"iteration": [step] * len(columns["prompt"])} | columns, f"{self.folder}/{kind}_{step:06d}.parquet"
