@@ -127,6 +127,8 @@ def test_several_validation_sets_have_names_and_rows_of_their_own(tokenizer, tmp
         for r in range(2)
     ]
     assert split[0].val_names == ["words", "sums"]
+    with pytest.raises(ValueError, match=r"data\.val needs one of path and task, got 'a' and 'b'"):
+        ValidationSet("a", "b")
     words, sums = zip(*(map(indices, data.val_dataloader()) for data in split), strict=True)
     assert (words, sums) == (([[20, 21]], [[22]]), ([[23, 24]], [[25, 26]]))
     assert len(split[0].train_table) == 20
@@ -256,11 +258,11 @@ def test_the_constructor_is_a_schema(tmp_path):
     assert (data.path, data.batch_size, data.max_prompt_length) == (str(tmp_path / "p.jsonl"), 2, 8)
     sets = {"a": "a.jsonl", "b": {"task": "chain_sum", "size": 3}}
     given = parser.parse_object({"data": {"path": "p.jsonl", "val": sets}})
-    made = PromptDataModule(**parser.instantiate_classes(given).data.as_dict())
+    made = parser.instantiate_classes(given).data
     assert made.val_sets == {"a": ValidationSet("a.jsonl"), "b": ValidationSet(task="chain_sum", size=3)}
     for wrong in (
         {"batch_size": 0},
-        {"val": {"a": {"path": "b", "task": "c"}}},
+        {"val": {"a": {"task": "c", "size": 0}}},
         {"val_size": -1},
         {"overlong": "cut"},
         {"max_prompt_length": "long"},

@@ -31,6 +31,11 @@ from lightning_rlhf.scoring import answers_of
 from lightning_rlhf.types import Scores
 from toys import TINY_MODULE, spawn
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:It is recommended to use `self.log"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+]
+
 GOLDEN = json.loads((Path(__file__).parent / "goldens" / "rl_math.json").read_text())["validation_n4"]
 SCORES, ANSWERS = torch.tensor(GOLDEN["scores"]), GOLDEN["answers"]
 
@@ -116,11 +121,9 @@ def test_responses_vote_with_the_answer_that_a_reward_logs_or_their_final_one() 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
-BATCHES: list[list[list[int]]] = [  # of each rank: uneven, one without prompts, the last filled up with prompts of before
-    [[0, 1, 2], [6, 0]],
-    [[3], [1, 3]],
-    [[], []],
-    [[4, 5], [4, 6]],
+BATCHES: list[list[list[int]]] = [  # of each rank: uneven, or without prompts, the last filled up with prompts of before
+    [[0, 1, 2], [], [4, 0]],
+    [[3], [], [1, 3]],
 ]
 
 
@@ -142,10 +145,10 @@ def shared(rank: int) -> dict[str, float]:
 
 
 def test_every_prompt_counts_once_over_uneven_empty_and_repeating_ranks() -> None:
-    everything = list(range(7))
+    everything = list(range(5))
     totals = totals_of(everything)
     expected = report(everything, totals, 4, answers_to(everything), twice=2 * totals)
-    for result in spawn(shared, 4):
+    for result in spawn(shared, 2):
         assert result == {f"val/sums/{name}": pytest.approx(value, abs=1e-6) for name, value in expected.items()}
 
 
@@ -213,7 +216,8 @@ def trained(
 
 
 def training(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [row for row in rows if "actor/pg_loss" in row]
+    """Without ``rollout/checksum_ok``: a resumed run verifies its first sync."""
+    return [{n: v for n, v in row.items() if n != "rollout/checksum_ok"} for row in rows if "actor/pg_loss" in row]
 
 
 def validation(rows: list[dict[str, float]]) -> list[dict[str, float]]:

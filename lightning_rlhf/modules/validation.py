@@ -88,7 +88,7 @@ class ValidationMetrics(Metric):
         columns = {name: part.cpu().view(-1, n) for name, part in scores.parts.items()}
         columns |= {"reward": totals, f"mean@{n}": solved.mean(1)}
         if n > 1:
-            columns[f"std@{n}"] = torch.tensor([float(own.std(correction=0)) for own in rewards])
+            columns[f"std@{n}"] = torch.tensor([float((own - own.mean()).square().mean().sqrt()) for own in rewards])
         for k in [*(2**i for i in range((n - 1).bit_length())), n]:
             columns[f"pass@{k}"] = torch.tensor([pass_at_k(int(row.sum()), n, k) for row in solved])
             if k > 1:
