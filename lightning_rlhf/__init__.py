@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.callbacks.samples import Samples
     from lightning_rlhf.callbacks.summary import PlanSummary
     from lightning_rlhf.callbacks.throughput import Throughput
-    from lightning_rlhf.data import PromptDataModule
+    from lightning_rlhf.data import PromptDataModule, ValidationSet
     from lightning_rlhf.modules.base import KL, RLHFLightningModule
     from lightning_rlhf.modules.grpo import GRPOLightningModule
     from lightning_rlhf.modules.policy import Critic, Policy, build_critic, build_policy
@@ -35,7 +35,7 @@ _HOMES = {
     "callbacks.samples": ["Samples"],
     "callbacks.summary": ["PlanSummary"],
     "callbacks.throughput": ["Throughput"],
-    "data": ["PromptDataModule"],
+    "data": ["PromptDataModule", "ValidationSet"],
     "modules.base": ["KL", "RLHFLightningModule"],
     "modules.grpo": ["GRPOLightningModule"],
     "modules.policy": ["Critic", "Policy", "build_critic", "build_policy"],

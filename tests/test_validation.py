@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from pyarrow.parquet import read_table
+from toys import TINY_MODULE, spawn
 
 from lightning_rlhf import (
     FSDPUlyssesStrategy,
@@ -29,7 +30,6 @@ from lightning_rlhf.modules.validation import ValidationMetrics, draws, majority
 from lightning_rlhf.rewards import first_number
 from lightning_rlhf.scoring import answers_of
 from lightning_rlhf.types import Scores
-from toys import TINY_MODULE, spawn
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:It is recommended to use `self.log"),
@@ -38,6 +38,7 @@ pytestmark = [
 
 GOLDEN = json.loads((Path(__file__).parent / "goldens" / "rl_math.json").read_text())["validation_n4"]
 SCORES, ANSWERS = torch.tensor(GOLDEN["scores"]), GOLDEN["answers"]
+VOTES = [answer for of_prompt in ANSWERS for answer in of_prompt]
 
 
 def report(index: list[int], totals: Any, n: int, answers: Any = (), **parts: Any) -> dict[str, float]:
@@ -53,7 +54,7 @@ def report(index: list[int], totals: Any, n: int, answers: Any = (), **parts: An
 def test_goldens(key: str) -> None:
     name, k, *of = key.replace("/", "@").split("@")
     if not of:
-        found = report([0, 1], SCORES, 4, sum(ANSWERS, []))[key]
+        found = report([0, 1], SCORES, 4, VOTES)[key]
     else:
         drawn = SCORES.double()[:, draws(4, int(k))]
         of_draws = {
@@ -63,7 +64,7 @@ def test_goldens(key: str) -> None:
         }[name]
         found = float((of_draws.mean(1) if of == ["mean"] else of_draws.std(1, correction=0)).mean())
         if of == ["mean"]:
-            assert report([0, 1], SCORES, 4, sum(ANSWERS, []))[f"{name}@{k}"] == pytest.approx(found, abs=1e-6)
+            assert report([0, 1], SCORES, 4, VOTES)[f"{name}@{k}"] == pytest.approx(found, abs=1e-6)
     assert found == pytest.approx(GOLDEN["expected"][key], abs=2e-6)
 
 
@@ -97,7 +98,9 @@ def test_a_lonely_failure_leaves_the_other_prompts_as_they_are() -> None:
 
 
 def test_any_number_of_responses_ends_in_that_number() -> None:
-    assert {name for name in report([0], [1.0] * 6, 6, "aaaaaa") if "pass" in name} == {f"pass@{k}" for k in (1, 2, 4, 6)}
+    assert {name for name in report([0], [1.0] * 6, 6, "aaaaaa") if "pass" in name} == {
+        f"pass@{k}" for k in (1, 2, 4, 6)
+    }
     assert report([0, 1], [1.0, 0.0], 1).keys() == {"reward", "mean@1", "pass@1"}
 
 
@@ -121,7 +124,9 @@ def test_responses_vote_with_the_answer_that_a_reward_logs_or_their_final_one() 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
-BATCHES: list[list[list[int]]] = [  # of each rank: uneven, or without prompts, the last filled up with prompts of before
+BATCHES: list[
+    list[list[int]]
+] = [  # of each rank: uneven, or without prompts, the last filled up with prompts of before
     [[0, 1, 2], [], [4, 0]],
     [[3], [], [1, 3]],
 ]
@@ -265,9 +270,15 @@ def test_a_run_resumes_across_a_validation_to_the_bit(run: Any, iteration: int, 
 def test_a_checkpoint_is_validated_under_its_own_iteration(run: Any, tmp_path: Path) -> None:
     folder, rows = run
     again = trained(
-        tmp_path, steps=-1, verb="validate", ckpt_path=folder / "ck" / "iteration-000002.ckpt", callbacks=(Samples(rows=0),)
+        tmp_path,
+        steps=-1,
+        verb="validate",
+        ckpt_path=folder / "ck" / "iteration-000002.ckpt",
+        callbacks=(Samples(rows=0),),
     )
     (row,) = validation(again)
     assert row["step"] == 2
-    assert {n: v for n, v in row.items() if "val/" in n} == {n: v for n, v in validation(rows)[1].items() if "val/" in n}
+    assert {n: v for n, v in row.items() if "val/" in n} == {
+        n: v for n, v in validation(rows)[1].items() if "val/" in n
+    }
     assert [file.name for file in (tmp_path / "samples").iterdir()] == ["validation_000002.parquet"]

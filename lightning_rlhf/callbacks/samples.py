@@ -4,8 +4,9 @@
     <run folder>/samples/validation_000010.parquet    validation rollouts at iteration 10; of ``test`` they are test_000010
 
 One row per response of the first data rank: prompt and response as the model saw them (special tokens included), each
-reward function's value, the total, the advantage, length and how the response ended, and what the reward functions
-logged. Read them with `datasets.Dataset.from_parquet` or pandas. An observer: removing it changes no result.
+reward function's value, the total, the advantage, length and how the response ended, what the reward functions logged,
+and the validation set. Read them with `datasets.Dataset.from_parquet` or pandas. An observer: removing it changes no
+result.
 """
 
 from __future__ import annotations

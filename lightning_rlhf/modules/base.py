@@ -491,7 +491,7 @@ class RLHFLightningModule(ModelRoles):
         if not self.val_before_train or trainer.global_step:
             return
         if not trainer.enable_validation:
-            rank_zero_warn("model.val_before_train has nothing to validate on: set data.val_path, or leave it out")
+            rank_zero_warn("model.val_before_train has nothing to validate on: set data.val_path or data.val")
         trainer.validating = True
         trainer.fit_loop.epoch_loop.val_loop.run()
         trainer.training = True
