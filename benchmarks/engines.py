@@ -1,10 +1,13 @@
-"""Engines of the benchmarks: responses of given lengths, or recorded ones; and a note of when training starts."""
+"""Engines of the benchmarks: responses of given lengths, or recorded ones; notes of when training starts and of what it does."""
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from benchmarks.recorded import Recorded
 from lightning_rlhf.rollout import RolloutEngine, TransformersEngine, VLLMEngine
 from lightning_rlhf.rollout.engine import EngineSetup, NamedTensors
 from lightning_rlhf.types import Completion, Sampling
+
+NOTED = {"reward": "reward/mean", "norm": "actor/grad_norm"}
 
 
 class _Forced(RolloutEngine):
@@ -90,3 +95,27 @@ class Started(pl.Callback):
         if trainer.is_global_zero and folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
             (Path(folder) / "started").write_text(str(now))
+
+
+class Diary(pl.Callback):
+    """Appends a line per iteration to a file: hashes of the first rank's responses, mean reward, gradient norm, processes.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        processes = [os.getpid()]
+        if trainer.world_size > 1:
+            processes = [0] * trainer.world_size
+            dist.all_gather_object(processes, os.getpid())
+        if not trainer.is_global_zero:
+            return
+        hashes = [sha256(str(ids.tolist()).encode()).hexdigest()[:16] for ids in pl_module.last_experience.sequences]
+        metrics = {name: float(trainer.callback_metrics[key]) for name, key in NOTED.items()}
+        entry = {"iteration": trainer.global_step, "responses": hashes, "processes": processes, **metrics}
+        with open(self.path, "a") as file:
+            file.write(json.dumps(entry) + "\n")

@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from lightning_rlhf.callbacks.checkpoint import IterationCheckpoint
     from lightning_rlhf.callbacks.hf_export import HFExport
     from lightning_rlhf.callbacks.memory import Memory
+    from lightning_rlhf.callbacks.preemption import Preemption
     from lightning_rlhf.callbacks.progress import IterationProgress
     from lightning_rlhf.callbacks.rollout import RolloutCallback
     from lightning_rlhf.callbacks.samples import Samples
     from lightning_rlhf.callbacks.summary import PlanSummary
     from lightning_rlhf.callbacks.throughput import Throughput
+    from lightning_rlhf.callbacks.watchdog import Watchdog
     from lightning_rlhf.data import PromptDataModule, ValidationSet
     from lightning_rlhf.modules.base import KL, RLHFLightningModule
     from lightning_rlhf.modules.grpo import GRPOLightningModule
@@ -30,11 +32,13 @@ _HOMES = {
     "callbacks.checkpoint": ["IterationCheckpoint"],
     "callbacks.hf_export": ["HFExport"],
     "callbacks.memory": ["Memory"],
+    "callbacks.preemption": ["Preemption"],
     "callbacks.progress": ["IterationProgress"],
     "callbacks.rollout": ["RolloutCallback"],
     "callbacks.samples": ["Samples"],
     "callbacks.summary": ["PlanSummary"],
     "callbacks.throughput": ["Throughput"],
+    "callbacks.watchdog": ["Watchdog"],
     "data": ["PromptDataModule", "ValidationSet"],
     "modules.base": ["KL", "RLHFLightningModule"],
     "modules.grpo": ["GRPOLightningModule"],

@@ -23,11 +23,14 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities import rank_zero_info
 from transformers.utils.logging import disable_progress_bar
 
+from lightning_rlhf.callbacks.preemption import Preemption, checkpoint_of_job, restarts
 from lightning_rlhf.callbacks.progress import IterationProgress
 from lightning_rlhf.callbacks.rollout import RolloutCallback
 from lightning_rlhf.callbacks.summary import PlanSummary
+from lightning_rlhf.callbacks.watchdog import Watchdog, must_end
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.modules.base import KL, RLHFLightningModule
 from lightning_rlhf.modules.ppo import PPOLightningModule
@@ -39,6 +42,9 @@ from lightning_rlhf.types import Sampling
 
 OBSERVERS = ("Throughput", "Memory", "Samples", "IterationCheckpoint")
 """Callbacks that a run has by default; ``trainer.callbacks: []`` removes them, ``callbacks+:`` appends."""
+
+CLEAN_UP_S = 120.0
+"""What one of several processes may take to end after an error."""
 
 _NOISE = (
     r".*does not have many workers.*",
@@ -68,6 +74,10 @@ class _Started(pl.Callback):
 
     def on_validation_batch_start(self, *args: Any) -> None:
         self.started = True
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if trainer.world_size > 1 and isinstance(exception, Exception):  # the others wait for this process's end
+            must_end(f"the clean-up after {type(exception).__name__}", CLEAN_UP_S)
 
 
 class _Commands(pl.Trainer):
@@ -144,9 +154,22 @@ class RLHFCLI(LightningCLI):
         for i in bars:  # Lightning's default
             trainer.callbacks[i] = IterationProgress()  # type: ignore[attr-defined]
         trainer.callbacks.insert(0, self.progress)  # type: ignore[attr-defined]
+        for kind in (Watchdog, Preemption):  # last: what Preemption saves has seen all other callbacks
+            if not any(isinstance(callback, kind) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+                trainer.callbacks.append(kind())  # type: ignore[attr-defined]
         if any(isinstance(callback, ModelSummary) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             trainer.callbacks.insert(0, PlanSummary())  # type: ignore[attr-defined]
         return trainer
+
+    def before_fit(self) -> None:
+        """An attempt that torchrun or SLURM started again goes on where the one before got to, whatever ``ckpt_path`` says."""
+        if not restarts():
+            return
+        found = checkpoint_of_job(self.trainer)
+        if found is not None:
+            self.config_init.fit.ckpt_path = found
+        begins = f"goes on from {found}" if found else "finds no checkpoint of an earlier one and begins as that did"
+        rank_zero_info(f"lightning-rlhf: attempt {restarts() + 1} of this job {begins}")
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         if subcommand == "export":

@@ -20,6 +20,7 @@ import queue
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -199,6 +200,7 @@ class _Worker:
         self.pipe, other = context.Pipe()
         self.process = context.Process(target=_work, args=(other,), name="reward-worker", daemon=True)
         self.process.start()
+        weakref.finalize(self, self.process.kill)  # at exit, too: it does not listen to multiprocessing's SIGTERM
         other.close()
         self.alive, self.failure = True, ""
         try:
@@ -242,7 +244,8 @@ class _Worker:
 
 def _work(pipe: Any) -> None:
     """What a worker process does until the other end of the pipe is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(one, signal.SIG_IGN)  # the trainer's to handle, also if all processes get it
     torch.set_num_threads(1)
     pipe.send("ready")
     while True:

@@ -40,6 +40,7 @@ from typing_extensions import override
 
 from lightning_rlhf import restricted, storage
 from lightning_rlhf.background import Background
+from lightning_rlhf.meeting import store_of_attempt
 from lightning_rlhf.ulysses import gather_sequence, shard_sequence
 
 _DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
@@ -96,7 +97,7 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
         data_parallel_replicate: replicas of the sharded model (hybrid sharding); 1 shards over all ranks, nodes keeps one
             replica on each node.
         process_group_backend: default "cpu:gloo,cuda:nccl" on CUDA and "gloo" on CPU.
-        timeout_minutes: of collectives; a rollout may keep ranks waiting for the slowest.
+        timeout_minutes: of collectives; a rollout may keep ranks waiting for the slowest. `Watchdog` takes two thirds of it.
         prefetch: layers that are gathered ahead of the one that computes; 0 leaves it to FSDP2 (one, in backward).
         reshard_after_forward: false keeps the gathered parameters of trained models until the optimizer's step: one all-gather
             per step instead of two per micro-batch, for the memory of the whole model in the compute dtype; true frees a tied
@@ -170,6 +171,24 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
                 f"sequence_parallel_size={sp} must divide the {world_size // num_nodes} processes of a node, a group would"
                 " span nodes: lower it or change trainer.devices"
             )
+
+    @override
+    def _setup_distributed(self) -> None:
+        assert self._timeout is not None
+        assert self.accelerator is not None
+        if not dist.is_initialized() and (store := store_of_attempt(self._timeout)) is not None:
+            self.accelerator.setup_device(self.root_device)
+            device_id = None if self.root_device.type == "cpu" else self.root_device
+            self.set_world_ranks()
+            dist.init_process_group(
+                self._get_process_group_backend(),
+                store=store,
+                rank=self.global_rank,
+                world_size=self.world_size,
+                timeout=self._timeout,
+                device_id=device_id,
+            )
+        super()._setup_distributed()
 
     @property
     def data_mesh(self) -> DeviceMesh:

@@ -5,8 +5,8 @@ python tests/chaos.py --kills 20 --ranks 1 --seed 3
 
 A run of the tiny PPO model on the CPU: two epochs and a half of prompts, a checkpoint after every second iteration, half of the
 attempts' kills at a random time, the others inside a save, in the middle of some tensor or when some file was written. SIGKILL
-goes to one rank, whose end the others must notice, or to all. Each attempt resumes by ``ckpt_path="last"``; half of them save
-while the run goes on.
+goes to one rank, whose end the others must notice, or to all; at a random time half of the signals are SIGTERM, after which
+nothing at all may be lost. Each attempt resumes by ``ckpt_path="last"``; half of them save while the run goes on.
 
 Every metric that any attempt logged, every prompt and every response of any iteration, and the weights and the optimizer's state
 at the end must be those of the run that was left alone, to the last bit. Prints what was done and found, exits with 1 if anything
@@ -45,10 +45,12 @@ from lightning_rlhf import (
     FSDPUlyssesStrategy,
     IterationCheckpoint,
     PPOLightningModule,
+    Preemption,
     PromptDataModule,
     RolloutCallback,
     Sampling,
 )
+from lightning_rlhf.callbacks.preemption import PREEMPTED
 from lightning_rlhf.modules.losses import Correction
 
 ITERATIONS = 10
@@ -62,15 +64,17 @@ WHOLE_RUN = 600.0
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL, to one rank or to all.
+    """A signal, to one rank or to all.
 
     Args:
         rank: whom it meets; None is every rank at once.
+        number: SIGKILL, or SIGTERM if it comes after some seconds.
         after: seconds from the start of the attempt; or
         write: the number of the write, counted within this attempt's saves, that it comes in.
     """
 
     rank: int | None
+    number: int = signal.SIGKILL
     after: float | None = None
     write: int | None = None
 
@@ -138,6 +142,7 @@ def attempt(rank: int, port: int, folder: Path, name: str, options: Options, kil
         callbacks=[
             RolloutCallback(sampling=Sampling(max_completion_length=6, num_generations=2), async_level=async_level),
             IterationCheckpoint(folder / "checkpoints", every_n_train_steps=SAVE_EVERY, async_save=options.async_save),
+            Preemption(),
             Diary(folder / f"{name}.diary"),
         ],
     )
@@ -187,8 +192,8 @@ def count_writes(last: int | None) -> list[int]:
     return count
 
 
-def run(folder: Path, name: str, options: Options, kill: Kill | None) -> tuple[bool, list[str]]:
-    """(whether the run came to its end, what was wrong with how it ended)."""
+def run(folder: Path, name: str, options: Options, kill: Kill | None) -> tuple[int, list[str]]:
+    """(exit code of all ranks, 1 if they differ; what was wrong with how they ended)."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -201,7 +206,7 @@ def run(folder: Path, name: str, options: Options, kill: Kill | None) -> tuple[b
         processes[0].join(kill.after)
         for rank, process in enumerate(processes):
             if kill.rank in (None, rank) and process.is_alive():
-                process.kill()
+                os.kill(process.pid or 0, kill.number)
     limit, wrong = time.monotonic() + WHOLE_RUN, []
     while any(process.is_alive() for process in processes):
         if any(process.exitcode for process in processes):
@@ -211,7 +216,8 @@ def run(folder: Path, name: str, options: Options, kill: Kill | None) -> tuple[b
             for process in processes:
                 process.kill()
         time.sleep(0.02)
-    return all(process.exitcode == 0 for process in processes), wrong
+    codes = {process.exitcode or 0 for process in processes}
+    return codes.pop() if len(codes) == 1 else 1, wrong
 
 
 def lines_of(folder: Path, name: str) -> dict[tuple[str, int], Any]:
@@ -239,14 +245,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--async_level", type=int, choices=(0, 1), default=0)
     a = parser.parse_args(arguments)
     draw, runs, wrong = random.Random(a.seed), 0, []
-    killed = in_saves = beside = resumed = 0
+    killed = in_saves = beside = told = resumed = 0
     with tempfile.TemporaryDirectory() as name:
         left_alone = Path(name) / "left_alone"
         left_alone.mkdir()
         began = time.monotonic()
-        ended, problems = run(left_alone, "run", Options(a.ranks, a.async_level, async_save=False), None)
+        code, problems = run(left_alone, "run", Options(a.ranks, a.async_level, async_save=False), None)
         took = time.monotonic() - began
-        if not ended:
+        if code:
             print((left_alone / "run.0.log").read_text()[-3000:])
             return 1
         want, end = lines_of(left_alone, "run"), (left_alone / "end").read_text()
@@ -254,35 +260,43 @@ def main(arguments: list[str] | None = None) -> int:
         while killed < a.kills:
             folder = Path(name) / f"run{runs}"
             folder.mkdir()
-            ended, tries = False, 0
-            while not ended and tries < 100:
+            codes: list[int] = []
+            while codes[-1:] != [0] and len(codes) < 100:
                 kill = None
                 if killed < a.kills and draw.random() < 0.9:
                     whom = draw.choice([None, *range(a.ranks)])
                     write = draw.randint(1, writes) if a.inside_saves or draw.random() < 0.5 else None
-                    kill = Kill(whom, None if write else took * draw.random() ** 0.5, write)  # the first half starts up
+                    number = signal.SIGKILL if write else draw.choice([signal.SIGKILL, signal.SIGTERM])
+                    after = None if write else took * draw.random() ** 0.5  # the first half starts up
+                    kill = Kill(whom, number, after, write)
                 options = Options(a.ranks, a.async_level, async_save=draw.random() < 0.5)
-                ended, problems = run(folder, f"try{tries}", options, kill)
+                code, problems = run(folder, f"try{len(codes)}", options, kill)
+                codes.append(code)
                 wrong += problems
-                killed += not ended
-                inside = not ended and kill is not None and kill.write is not None
+                killed += code != 0
+                inside = code != 0 and kill is not None and kill.write is not None
                 in_saves += inside
                 beside += inside and options.async_save
-                if not ended and kill is None:
-                    wrong.append(f"run {runs}: {(folder / f'try{tries}.0.log').read_text()[-1500:]}")
+                told += code == PREEMPTED
+                if code and kill is None:
+                    wrong.append(f"run {runs}: {(folder / f'try{len(codes) - 1}.0.log').read_text()[-1500:]}")
                     break
-                tries += 1
-            for i in range(tries):
+            last = 0  # iteration that must not be done again
+            for i, code in enumerate(codes):
                 said = lines_of(folder, f"try{i}")
-                resumed += min((iteration for _, iteration in said), default=0) > 1
+                done = sorted({iteration for kind, iteration in said if kind == "responses"})
+                resumed += done[:1] > [1]
+                if done and done[0] <= last:
+                    wrong.append(f"run {runs}, attempt {i}: iteration {last} was done and lost")
+                last = max([last, *done]) if code == PREEMPTED else 0 if done else last
                 for key, value in said.items():
                     if value != want.get(key):
                         wrong.append(f"run {runs}, attempt {i}: {key[0]} of iteration {key[1]} differ")
-            if ended and (folder / "end").read_text() != end:
+            if codes[-1] == 0 and (folder / "end").read_text() != end:
                 wrong.append(f"run {runs}: the state at the end differs")
             runs += 1
             print(
-                f"{runs} runs, {killed} kills ({in_saves} inside a save, {beside} of them beside the run),"
+                f"{runs} runs, {killed} kills ({in_saves} inside a save, {beside} of them beside the run; {told} by SIGTERM),"
                 f" {resumed} resumes from a checkpoint, {len(wrong)} differences",
                 flush=True,
             )

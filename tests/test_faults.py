@@ -32,7 +32,8 @@ from lightning_rlhf import (
     Sampling,
 )
 from lightning_rlhf.callbacks import rollout as callback
-from lightning_rlhf.callbacks.faults import HUNG, agreed, told_by_settings
+from lightning_rlhf.callbacks.faults import agreed, told_by_settings
+from lightning_rlhf.callbacks.watchdog import HUNG
 from lightning_rlhf.rollout import TransformersEngine
 from lightning_rlhf.rollout.vllm import _completion
 from lightning_rlhf.rollout.weights import gather

@@ -10,16 +10,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
 import lightning.pytorch as pl
 import pytest
+import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
 from test_runs import QUIET, ROOT, assert_equal_runs, metrics_of, run
 
 from lightning_rlhf import FSDPUlyssesStrategy
+from lightning_rlhf.meeting import name_of_attempt
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ITSELF = [sys.executable]
@@ -220,3 +224,23 @@ def test_presets_are_listed_with_lightnings_own():
 def test_a_world_that_the_meshes_do_not_tile_is_refused(sizes, world, nodes, message):
     with pytest.raises(ValueError, match=message):
         FSDPUlyssesStrategy(**sizes).check_world_size(world, nodes)
+
+
+# -- attempts of one job -----------------------------------------------------------------------------------------------
+
+
+def test_an_attempt_never_meets_under_the_name_of_an_earlier_one():
+    """Whatever comes first: a rank that reads what is left of the attempt before must not take it for its own."""
+    store, minute = dist.HashStore(), timedelta(minutes=1)
+    names = set()
+    for late in (0, 1, 2):
+        with ThreadPoolExecutor(3) as pool:
+            asked = {}
+            for rank in sorted(range(3), key=lambda rank, late=late: rank == late):
+                time.sleep(0.1 if rank == late else 0)
+                asked[rank] = pool.submit(name_of_attempt, store, rank, 3, minute)
+            (name,) = {one.result() for one in asked.values()}
+        names.add(name)
+    assert len(names) == 3
+    with pytest.raises(TimeoutError, match=r"not all of 3 processes came within 0\.1 s"):
+        name_of_attempt(store, 1, 3, timedelta(seconds=0.1))

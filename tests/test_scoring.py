@@ -470,3 +470,16 @@ def test_impossible_settings_are_refused():
 def test_scoring_without_a_function_says_what_to_do():
     with pytest.raises(RewardError, match=r"set model\.reward, or override score\(\)"):
         Scorer([])(rollout(), list("abcd"))
+
+
+def test_signals_that_all_processes_get_are_the_trainers_to_handle() -> None:
+    """A launcher may send them to a whole process group: the last iteration's rewards are still to come."""
+    from lightning_rlhf.runners import Workers
+
+    workers = Workers(1)
+    job = partial(os.getpid)
+    (worker,) = [future.result(60) for future in workers.submit([job], 60)]
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+        os.kill(worker, number)
+    assert [future.result(60) for future in workers.submit([job], 60)] == [worker]
+    workers.close()

@@ -148,7 +148,7 @@ class IterationCheckpoint(ModelCheckpoint):
             super().load_state_dict(state_dict)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not (self._is_due(trainer) or self._is_last_iteration(trainer)):
+        if not (self._is_due(trainer) or self.is_last_iteration(trainer)):
             return
         fetcher = trainer.fit_loop._data_fetcher
         assert fetcher is not None
@@ -160,6 +160,16 @@ class IterationCheckpoint(ModelCheckpoint):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if self._defer_save_until_validation or _stops_early(trainer):
             self._save(trainer)
+
+    def save_now(self, trainer: pl.Trainer) -> None:
+        """Save this iteration, due or not, as ``last`` if it is not among those that are kept. Collective.
+
+        Raises:
+            SaveFailed: it could not be written.
+        """
+        given, self.save_last = self.save_last, self.save_last or self.monitor is not None or self.save_top_k == 0
+        self.on_train_end(trainer, trainer.lightning_module)
+        self.save_last = given
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self._settle(trainer)
@@ -183,7 +193,9 @@ class IterationCheckpoint(ModelCheckpoint):
         late = time.monotonic() - self._last_time_checked >= interval.total_seconds()
         return trainer.strategy.broadcast(late)  # rank 0 decides, clocks differ
 
-    def _is_last_iteration(self, trainer: pl.Trainer) -> bool:
+    @staticmethod
+    def is_last_iteration(trainer: pl.Trainer) -> bool:
+        """Whether the run ends with it."""
         last_epoch = trainer.max_epochs is not None and trainer.current_epoch + 1 == trainer.max_epochs
         enough = 0 <= trainer.max_steps <= trainer.global_step
         return enough or (last_epoch and trainer.is_last_batch) or _stops_early(trainer)
@@ -304,10 +316,13 @@ class IterationCheckpoint(ModelCheckpoint):
         """Whether there is a complete checkpoint; what a process left that died is overwritten."""
         return _on_rank_zero(lambda: storage.is_complete(str(filepath)), str(filepath))
 
+    def folder(self, trainer: pl.Trainer) -> str:
+        """Where it saves."""
+        return str(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
         self._settle(trainer)
-        folder = str(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
-        latest = latest_complete(folder) or _latest_of_versions(folder)
+        latest = next(latest_of_versions(self.folder(trainer)), None)
         if latest is None:
             return set()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -318,17 +333,18 @@ class IterationCheckpoint(ModelCheckpoint):
         return {latest}
 
 
-def _latest_of_versions(folder: str) -> str | None:
-    """The newest checkpoint of the earlier runs of a logger: ``folder`` is .../name/version_7/checkpoints."""
+def latest_of_versions(folder: str) -> Iterator[str]:
+    """The newest checkpoint of a folder, then of each earlier run of a logger: ``folder`` is .../name/version_7/checkpoints."""
+    if own := latest_complete(folder):
+        yield own
     parts = re.fullmatch(r"(.+)/version_\d+/([^/]+)", folder.rstrip("/"))
     if parts is None:
-        return None
+        return
     name, inside = parts[1], parts[2]
     numbers = [path.rpartition("version_")[2] for path, _ in storage.listed(name)]
     for number in sorted((int(n) for n in numbers if n.isdigit()), reverse=True):
         if latest := latest_complete(f"{name}/version_{number}/{inside}"):
-            return latest
-    return None
+            yield latest
 
 
 def latest_complete(dirpath: str) -> str | None:

@@ -1,7 +1,6 @@
 """Faults of the rollout phase end the run: on every rank, soon, in a line that says what happened and what to change.
 
     agreed           an exception on one rank is one on all, none waits for the others in its next collective
-    watched          a step that hangs ends its process, and so the run
     told_by_settings out of memory, in terms of the settings that help
     check_lengths    a prompt that the engine cannot take
 
@@ -10,10 +9,7 @@ What is only wrong with some responses (empty, aborted, without log-probs) ends 
 
 from __future__ import annotations
 
-import faulthandler
-import os
 import re
-import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,10 +24,6 @@ if TYPE_CHECKING:
     from lightning_rlhf.callbacks.rollout import RolloutCallback
     from lightning_rlhf.modules.base import RLHFLightningModule
 
-HUNG = 124
-"""Exit code of a process whose rollout hung: that of timeout(1)."""
-
-_GRACE = 5.0
 _OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "cudaErrorMemoryAllocation")
 """What torch, vLLM's allocator (a plain RuntimeError) and cuBLAS say."""
 
@@ -66,38 +58,6 @@ def _all_gather(message: str | None) -> list[str | None]:
     out: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(out, message)
     return out
-
-
-@contextmanager
-def watched(what: str, seconds: float | None) -> Iterator[None]:
-    """A step that may take ``seconds`` (None: any time, at no cost). Then this process writes the stacks of all of its
-    threads to stderr, under a line that names rank and step, and exits with `HUNG`; its launcher ends the others.
-
-    No exception: a call that hangs inside CUDA, NCCL or C++ cannot be interrupted from Python, and an exception would be
-    delivered when it returns, which is never. One that holds the interpreter's lock stops this watchdog, too, which is a
-    thread of Python. `faulthandler` has one in C that needs no lock: it writes the stacks, without that line, a few seconds
-    later and exits with 1. (There is one of those per process: yours, if you started it, is cancelled.)
-    """
-    if seconds is None:
-        yield
-        return
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    line = f"lightning-rlhf: rank {rank}: {what} has not ended in {seconds:g} s (rollout.timeout_s), all threads:\n"
-    timer = threading.Timer(seconds, _end, (line,))
-    timer.daemon = True
-    faulthandler.dump_traceback_later(seconds + _GRACE, exit=True, file=2)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        faulthandler.cancel_dump_traceback_later()
-
-
-def _end(line: str) -> None:
-    os.write(2, line.encode())  # not sys.stderr: its lock may be held by a thread that hangs
-    faulthandler.dump_traceback(file=2)
-    os._exit(HUNG)
 
 
 @contextmanager

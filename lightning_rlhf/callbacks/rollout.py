@@ -30,8 +30,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_rlhf.callbacks.ahead import Ahead
-from lightning_rlhf.callbacks.faults import agreed, check_lengths, makes_room, told_by_settings, watched
+from lightning_rlhf.callbacks.faults import agreed, check_lengths, makes_room, told_by_settings
 from lightning_rlhf.callbacks.offload import HostMemory
+from lightning_rlhf.callbacks.watchdog import watched, where
 from lightning_rlhf.plan import Plan, Run, make_plan, problems, read_run
 from lightning_rlhf.plan.checks import too_long
 from lightning_rlhf.plan.ladder import Ladder, Switch
@@ -66,7 +67,7 @@ class RolloutCallback(pl.Callback):
             older, see `ahead`. It needs ``model.correction`` and memory for both, and slows both down: it pays where a few long
             responses keep the GPU idle.
         timeout_s: seconds that one step of a rollout (sync, wake, generate, sleep) may take; then the process ends and shows
-            where it hung. Null is no limit: only you know how long the longest generation is.
+            where it hung. Null leaves it to the `Watchdog`: only you know how long the longest generation is.
     """
 
     def __init__(
@@ -377,9 +378,7 @@ class RolloutCallback(pl.Callback):
     @contextmanager
     def _step(self, module: RLHFLightningModule, phase: str, part: str = "") -> Iterator[None]:
         """A span of the rollout that hangs on no rank, fails on all of them or none, and says what to change."""
-        trainer, at = module.trainer, module.trainer.global_step
-        where = f"iteration {at + 1}" if trainer.training else f"{trainer.state.stage.value} at iteration {at}"  # type: ignore[union-attr]
-        what = f"{phase} {part}".rstrip() + f" of {where}"
+        what = f"{phase} {part}".rstrip() + f" of {where(module.trainer)}"
         memory = told_by_settings(what, makes_room(part or phase, self, module))
         alone = phase == "generate" and self.engine.tensor_parallel_size > 1
         with agreed(what, alone=alone), watched(what, self.timeout_s), memory, module.phases(phase):

@@ -1,0 +1,54 @@
+"""Where the processes of one attempt of a job meet.
+
+torchrun keeps one store for all attempts (``--max-restarts``), and torch 2.13 looks in it under the same names each time: a
+process that comes early reads the address of one that is dead, and all wait for each other until the time-out. (The number of
+the restart does not tell attempts apart: each node counts for itself.) So here rank 0 names the attempt, and each other
+rank takes that name only from a rank 0 that has seen this very process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+
+_PREFIX = "lightning_rlhf/meeting"
+
+
+def store_of_attempt(timeout: timedelta) -> dist.Store | None:
+    """A part of torchrun's store that no earlier attempt has written to, once all ranks are there; None without torchrun.
+
+    Raises:
+        TimeoutError: not all came in time.
+    """
+    environment = os.environ
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    rank, ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return dist.PrefixStore(name_of_attempt(dist.PrefixStore(_PREFIX, store), rank, ranks, timeout), store)
+
+
+def name_of_attempt(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> str:
+    """The same on all ranks and new each time, whatever earlier ranks left in the store."""
+    own = uuid.uuid4().hex
+    store.set(f"rank {rank}", own)
+    end = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < end:
+        if rank == 0:
+            present = [store.get(f"rank {i}").decode() for i in range(ranks)]
+            store.set("present", json.dumps(present))
+            if store.check([f"{own} {present[i]}" for i in range(1, ranks)]):
+                return own
+        elif store.check(["present"]):
+            present = json.loads(store.get("present"))
+            if present[rank : rank + 1] == [own]:
+                store.set(f"{present[0]} {own}", "")
+                return str(present[0])
+        time.sleep(0.02)
+    raise TimeoutError(f"not all of {ranks} processes came within {timeout.total_seconds():g} s")
