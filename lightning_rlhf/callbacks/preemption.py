@@ -83,16 +83,14 @@ class Preemption(Checkpoint):
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         if not isinstance(exception, SIGTERMException):
             return
-        exception.code = (
-            0 if started_by_rank_zero(trainer) else PREEMPTED
-        )  # rank 0 would be ended for a child's failure
+        # Lightning's first process would be ended for a failure of one that it started
+        exception.code = 0 if started_by_rank_zero(trainer) else PREEMPTED
         if trainer.is_global_zero:
             where = ", ".join(str(c._last_checkpoint_saved) for c in _savers(trainer))
             _say(f"iteration {trainer.global_step} is saved in {where}, stopping")
             environment = getattr(trainer.strategy, "cluster_environment", None)
-            if self._agreed == _REQUEUE and getattr(
-                environment, "auto_requeue", True
-            ):  # of Lightning's SLURMEnvironment
+            wanted = getattr(environment, "auto_requeue", True)  # of Lightning's SLURMEnvironment
+            if self._agreed == _REQUEUE and wanted:
                 _requeue()
 
     def _hear(self, number: int, frame: Any) -> None:

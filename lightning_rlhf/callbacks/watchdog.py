@@ -205,9 +205,7 @@ def where(trainer: pl.Trainer) -> str:
 
 def _end(code: int, text: str) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    os.write(
-        2, f"lightning-rlhf: rank {rank}: {text}\n".encode()
-    )  # not sys.stderr: a thread that hangs may hold its lock
+    os.write(2, f"lightning-rlhf: rank {rank}: {text}\n".encode())  # a thread that hangs may hold sys.stderr's lock
     if code == HUNG:
         faulthandler.dump_traceback(file=2)
     os._exit(code)
