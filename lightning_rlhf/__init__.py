@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.callbacks.summary import PlanSummary
     from lightning_rlhf.callbacks.throughput import Throughput
     from lightning_rlhf.callbacks.watchdog import Watchdog
-    from lightning_rlhf.data import PromptDataModule
+    from lightning_rlhf.data import PromptDataModule, ValidationSet
     from lightning_rlhf.modules.base import RLHFLightningModule
     from lightning_rlhf.modules.correction import Correction
     from lightning_rlhf.modules.grpo import GRPOLightningModule
@@ -41,7 +41,7 @@ _HOMES = {
     "callbacks.summary": ["PlanSummary"],
     "callbacks.throughput": ["Throughput"],
     "callbacks.watchdog": ["Watchdog"],
-    "data": ["PromptDataModule"],
+    "data": ["PromptDataModule", "ValidationSet"],
     "modules.base": ["RLHFLightningModule"],
     "modules.correction": ["Correction"],
     "modules.grpo": ["GRPOLightningModule"],

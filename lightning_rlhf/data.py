@@ -11,7 +11,7 @@ sequence-parallel group are one data rank and see the same prompts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -69,6 +69,36 @@ class PromptLoader:
             )
 
 
+@dataclass(frozen=True)
+class ValidationSet:
+    """Where the prompts of one validation set come from.
+
+    Args:
+        path: given like the ``path`` of the training data.
+        task: a reasoning-gym task instead.
+        task_args: the task's own options.
+        size: rows made of ``task``.
+        subset: configuration of a hub data set.
+        split: of ``path``; slices such as test[:200] work.
+    """
+
+    path: str | None = None
+    task: str | None = None
+    task_args: dict[str, Any] | None = None
+    size: PositiveInt = 200
+    subset: str | None = None
+    split: str = "train"
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.task is None):
+            raise ValueError(f"a set of data.val needs one of path and task, got {self.path!r} and {self.task!r}")
+
+    def rows(self, seed: int) -> Rows:
+        if self.task is not None:
+            return TaskRows(self.task, self.size, seed, self.task_args)
+        return read_rows(str(self.path), self.split, self.subset)
+
+
 class PromptDataModule(pl.LightningDataModule):
     """Prompts for rollouts.
 
@@ -80,11 +110,13 @@ class PromptDataModule(pl.LightningDataModule):
         task_size: rows made of ``task``.
         subset: configuration of a hub data set.
         split: split of ``path`` to train on; slices such as train[:1000] work.
-        val_path: validation prompts, given like ``path``.
+        val: several validation sets by the names that they have in the metrics, each given like ``path`` or as a
+            `ValidationSet`.
+        val_path: validation prompts, given like ``path``, when there is one set.
         val_split: split of ``val_path``, or of ``path`` when there is no ``val_path``.
         val_task: a task to validate on; ``val_size`` rows are made of it.
         val_task_args: the options of ``val_task``.
-        val_size: without the three above: hold out the last rows of the training set. They are never trained on; of a
+        val_size: without the four above: hold out the last rows of the training set. They are never trained on; of a
             ``task`` neither are other rows with the same question.
         batch_size: prompts per iteration, over all data ranks.
         val_batch_size: prompts per validation batch, over all data ranks; ``batch_size`` if not given.
@@ -111,6 +143,7 @@ class PromptDataModule(pl.LightningDataModule):
         task_size: PositiveInt = 5000,
         subset: str | None = None,
         split: str = "train",
+        val: dict[str, str | ValidationSet] | None = None,
         val_path: str | None = None,
         val_split: str | None = None,
         val_task: str | None = None,
@@ -132,6 +165,8 @@ class PromptDataModule(pl.LightningDataModule):
         super().__init__()
         if (path is None) == (task is None):
             raise ValueError(f"data needs exactly one of path and task, got path={path!r} and task={task!r}")
+        if val and (val_path or val_split or val_task or val_size):
+            raise ValueError("data.val names all validation sets: leave out val_path, val_split, val_task and val_size")
         if val_path is not None and val_task is not None:
             raise ValueError(f"data takes one of val_path and val_task, got {val_path!r} and {val_task!r}")
         if val_task is not None and not val_size:
@@ -144,8 +179,13 @@ class PromptDataModule(pl.LightningDataModule):
             raise ValueError(f"data.batch_size must be positive, got {batch_size} and val_batch_size={val_batch_size}")
         self.path, self.task, self.task_args, self.task_size = path, task, task_args, task_size
         self.subset, self.split = subset, split
-        self.val_path, self.val_split, self.val_size = val_path, val_split, val_size
-        self.val_task, self.val_task_args = val_task, val_task_args
+        self.val_size = val_size
+        self.val_sets = {name: ValidationSet(one) if isinstance(one, str) else one for name, one in (val or {}).items()}
+        if val_task is not None:
+            self.val_sets[_name(val_task)] = ValidationSet(task=val_task, task_args=val_task_args, size=val_size)
+        elif val_path is not None or val_split is not None:
+            name = _name(val_path or str(val_split).partition("[")[0])
+            self.val_sets[name] = ValidationSet(val_path or path, subset=subset, split=val_split or "train")
         self.batch_size, self.val_batch_size = batch_size, val_batch_size or batch_size
         self.max_prompt_length, self.overlong = max_prompt_length, overlong
         self.shuffle, self.seed = shuffle, seed
@@ -157,7 +197,7 @@ class PromptDataModule(pl.LightningDataModule):
         self.prompt_column, self.tokenizer = prompt_column, tokenizer
         self.max_image_pixels = max_image_pixels
         self.train_table: PromptTable | None = None
-        self.val_table: PromptTable | None = None
+        self.val_tables: dict[str, PromptTable] = {}
 
     @cached_property
     def train_rows(self) -> Rows:
@@ -166,18 +206,14 @@ class PromptDataModule(pl.LightningDataModule):
             rows = read_rows(self.path, self.split, self.subset)
         else:
             rows = TaskRows(str(self.task), self.task_size, self.seed, self.task_args)
-        if self.val_size >= len(rows) and self.val_task is None:
+        if self.val_size >= len(rows) and not self.val_sets:
             raise ValueError(f"data.val_size={self.val_size} must be smaller than the data, which has {len(rows)} rows")
         return rows
 
     @cached_property
-    def val_rows(self) -> Rows | None:
-        """Validation data of their own; None if rows are held out, or there is no validation."""
-        if self.val_task is not None:
-            return TaskRows(self.val_task, self.val_size, self.seed + 1, self.val_task_args)
-        if self.val_path is not None or self.val_split is not None:
-            return read_rows(self.val_path or str(self.path), self.val_split or "train", self.subset)
-        return None
+    def val_rows(self) -> dict[str, Rows]:
+        """Validation data of their own; empty if rows are held out, or there is no validation."""
+        return {name: one.rows(self.seed + 1) for name, one in self.val_sets.items()}
 
     def prepare_data(self) -> None:
         """One process per node makes the Arrow files; the others find them in the cache."""
@@ -192,33 +228,38 @@ class PromptDataModule(pl.LightningDataModule):
         replicas = self._ranks["num_replicas"]
         if stage == "fit":
             check_batch_size(self.batch_size, replicas)
-        validates = any((self.val_path, self.val_split, self.val_task, self.val_size))
+        validates = bool(self.val_sets or self.val_size)
         if not validates and stage != "fit":
-            raise ValueError("data has no validation prompts: set val_path, val_split, val_task or val_size")
+            raise ValueError("data has no validation prompts: set val, val_path, val_split, val_task or val_size")
         if not validates and self.trainer is not None:
             self.trainer.limit_val_batches = 0  # an empty loader would draw a warning, and hooks would run for nothing
-        if self.val_table is None:
-            self.val_table = self._val_table()
+        if validates and not self.val_tables:
+            self.val_tables = self._val_tables()
         if stage == "fit" and self.train_table is None:
-            self.train_table = self._train_table(self.val_table)
+            self.train_table = self._train_table()
             if len(self.train_table) < self.batch_size:
                 raise ValueError(
                     f"data.batch_size={self.batch_size} is more than the {len(self.train_table)} training prompts there"
                     " are: lower it, or add data"
                 )
 
-    def _val_table(self) -> PromptTable:
+    def _val_tables(self) -> dict[str, PromptTable]:
         size = len(self.train_rows)
-        if self.val_rows is None:
-            return self._tokenise("validation", self.train_rows, range(size - self.val_size, size))
-        return self._tokenise("validation", self.val_rows, range(len(self.val_rows)), first_index=size)
+        if not self.val_sets:
+            return {"heldout": self._tokenise("validation", self.train_rows, range(size - self.val_size, size))}
+        tables = {}
+        for name, rows in self.val_rows.items():
+            tables[name] = self._tokenise("validation", rows, range(len(rows)), first_index=size)
+            size += len(rows)
+        return tables
 
-    def _train_table(self, validation: PromptTable) -> PromptTable:
-        held_out = self.val_size if self.val_rows is None else 0
+    def _train_table(self) -> PromptTable:
+        held_out = 0 if self.val_sets else self.val_size
         table = self._tokenise("training", self.train_rows, range(len(self.train_rows) - held_out))
         if self.task is None:
             return table
-        questions = {ids.tobytes() for ids in validation.ids}  # a task may draw a question more than once
+        # a task may draw a question more than once
+        questions = {ids.tobytes() for validation in self.val_tables.values() for ids in validation.ids}
         kept = table.where(lambda ids: ids.tobytes() not in questions)
         if len(kept) < len(table):
             rank_zero_info(f"data: dropped {len(table) - len(kept)} training prompts that validation has as well")
@@ -269,7 +310,8 @@ class PromptDataModule(pl.LightningDataModule):
     @property
     def longest_prompt(self) -> int | None:
         """Tokens of the longest prompt, for engines that reserve memory; None before `setup`."""
-        return max((table.longest for table in (self.train_table, self.val_table) if table is not None), default=None)
+        tables = [*self.val_tables.values(), *([self.train_table] if self.train_table is not None else [])]
+        return max((table.longest for table in tables), default=None)
 
     @property
     def fingerprint(self) -> dict[str, Any] | None:
@@ -279,10 +321,8 @@ class PromptDataModule(pl.LightningDataModule):
 
     @property
     def val_names(self) -> list[str]:
-        """The validation set's name in the metrics: that of its task, file or split, or heldout."""
-        named = self.val_task or self.val_path or (self.val_split or "heldout").partition("[")[0]
-        path = Path(named)
-        return [path.stem if path.suffix in (".jsonl", ".json", ".parquet") else path.name.rpartition(".")[2]]
+        """The validation sets' names in the metrics: those of ``val``, or that of the task, file or split, or heldout."""
+        return list(self.val_sets) or ["heldout"]
 
     def train_dataloader(self) -> PromptLoader:
         assert self.train_table is not None
@@ -297,15 +337,23 @@ class PromptDataModule(pl.LightningDataModule):
         )
         return PromptLoader(self.train_table, sampler)
 
-    def val_dataloader(self) -> PromptLoader:
-        """Every validation prompt once over all data ranks, in order."""
-        assert self.val_table is not None
-        sampler = PromptSampler(len(self.val_table), self.val_batch_size, shuffle=False, drop_last=False, **self._ranks)
-        return PromptLoader(self.val_table, sampler)
+    def val_dataloader(self) -> list[PromptLoader]:
+        """Of each set every prompt once over all data ranks, in order."""
+        options = {"shuffle": False, "drop_last": False, **self._ranks}
+        return [
+            PromptLoader(table, PromptSampler(len(table), self.val_batch_size, **options))
+            for table in self.val_tables.values()
+        ]
 
-    def test_dataloader(self) -> PromptLoader:
+    def test_dataloader(self) -> list[PromptLoader]:
         """The validation prompts: `Trainer.test` has no set of its own."""
         return self.val_dataloader()
+
+
+def _name(source: str) -> str:
+    """What a validation set is called by default: the file without its ending, the last part of an id or dotted path."""
+    path = Path(source)
+    return path.stem if path.suffix in (".jsonl", ".json", ".parquet") else path.name.rpartition(".")[2]
 
 
 def _tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -65,6 +65,11 @@ def final_answer(text: str) -> str:
     return text.strip()
 
 
+def normal_answer(text: str) -> str:
+    """The `final_answer` without regard to case, runs of white space, dollar signs around it and a full stop at its end."""
+    return " ".join(final_answer(text).split()).removesuffix(".").strip("$ ").casefold()
+
+
 def _last_boxed(text: str) -> str | None:
     """The content of the last ``\\boxed{...}`` whose braces balance."""
     for start in reversed([match.end() for match in re.finditer(r"\\boxed\s*\{", text)]):
@@ -79,27 +84,22 @@ def _last_boxed(text: str) -> str | None:
 def exact_answer(completions: Sequence[Completion], **columns: Any) -> list[float | None]:
     """1 where the final answer equals that of the column ``answer``, ``solution`` or ``ground_truth``, else 0.
 
-    Both go through `final_answer` and are compared without regard to case, runs of white space, dollar signs around
-    them and a full stop at the end. No arithmetic: 0.5 is not 1/2, see `numeric_answer`. None without answer.
+    Both by their `normal_answer`. No arithmetic: 0.5 is not 1/2, see `numeric_answer`. None without answer.
     """
-
-    def normal(text: str) -> str:
-        return " ".join(final_answer(text).split()).removesuffix(".").strip("$ ").casefold()
-
-    answers = _answers(columns)
-    pairs = zip(completions, answers, strict=True)
-    return [None if answer is None else float(normal(text_of(c)) == normal(str(answer))) for c, answer in pairs]
+    pairs = zip(map(text_of, completions), _answers(columns), strict=True)
+    return [None if answer is None else float(normal_answer(c) == normal_answer(str(answer))) for c, answer in pairs]
 
 
-def first_number(completions: Sequence[Completion], **columns: Any) -> list[float | None]:
-    """1 where the first run of digits in the completion is exactly the answer, else 0."""
-
-    def first(text: str) -> str | None:
-        found = re.search(r"\d+", text)
-        return found and found.group()
-
-    pairs = zip(completions, _answers(columns), strict=True)
-    return [None if answer is None else float(first(text_of(c)) == str(answer).strip()) for c, answer in pairs]
+def first_number(
+    completions: Sequence[Completion], log_extra: Callable[..., None] | None = None, **columns: Any
+) -> list[float | None]:
+    """1 where the first run of digits in the completion is exactly the answer, else 0. Logs it as ``pred``."""
+    found = [re.search(r"\d+", text_of(completion)) for completion in completions]
+    first = [number and number.group() for number in found]
+    if log_extra is not None:
+        log_extra("pred", first)
+    pairs = zip(first, _answers(columns), strict=True)
+    return [None if answer is None else float(number == str(answer).strip()) for number, answer in pairs]
 
 
 def numeric_answer(completions: Sequence[Completion], **columns: Any) -> list[float | None]:

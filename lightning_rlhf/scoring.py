@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lightning_rlhf.calls import Outcome, Reward, RewardJob
-from lightning_rlhf.rewards import RewardError
+from lightning_rlhf.rewards import RewardError, normal_answer
 from lightning_rlhf.runners import EventLoop, Inline, Threads, Workers
 from lightning_rlhf.types import Rollout, Scores
 
@@ -280,3 +280,9 @@ def reward_arguments(rollout: Rollout, texts: Sequence[str]) -> dict[str, list[A
         ],
         "completion_ids": [completion.token_ids for completion in rollout.completions],
     }
+
+
+def answers_of(scores: Scores, texts: Sequence[str]) -> list[str]:
+    """What each response votes for: the column ``pred`` that a reward function logged, or else its `normal_answer`."""
+    logged = [column for name, column in scores.columns.items() if name.rpartition("/")[2] == "pred"]
+    return [str(answer) for answer in logged[0]] if logged else [normal_answer(text) for text in texts]

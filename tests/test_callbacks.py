@@ -136,6 +136,9 @@ class Toy(pl.LightningModule):
         self.last_scores = self.score()
         self.log("val/reward", float(next(self.val_rewards)), batch_size=1)
 
+    def validation_set(self, dataloader_idx: int) -> str:
+        return f"set {dataloader_idx}"
+
     @staticmethod
     def score() -> Scores:
         parts = {"exact": torch.tensor([1.0, 0.0, 0.5, 0.0]), "[red]x": torch.tensor([0.0, 0.0, 0.0, float("nan")])}
@@ -367,6 +370,7 @@ def test_validation_samples_are_written_once_per_loop(tmp_path: Path, tokenizer:
     assert sorted(os.listdir(folder)) == [f"validation_00000{i}.parquet" for i in (1, 2, 3)]
     table = parquet.read_table(folder / "validation_000002.parquet").to_pydict()
     assert table["response"] == list(RESPONSES) * 2
+    assert set(table["set"]) == {"set 0"}
     assert "advantage" not in table
     assert "validation at iteration 3" in capsys.readouterr().out
 

@@ -15,7 +15,7 @@ import torch
 from jsonargparse import ArgumentError, ArgumentParser
 from transformers import AutoTokenizer
 
-from lightning_rlhf.data import PromptDataModule
+from lightning_rlhf.data import PromptDataModule, ValidationSet
 from lightning_rlhf.rewards import exact_answer, reasoning_gym
 from lightning_rlhf.tiny import tiny_model
 
@@ -96,7 +96,7 @@ def test_other_prompt_columns_and_chat_settings_reach_the_encoder(tokenizer, tmp
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_held_out_rows_are_validated_once_and_never_trained_on(tokenizer, ranks):
     split = [ready(tokenizer, ranks=ranks, rank=r, val_size=7, val_batch_size=5) for r in range(ranks)]
-    validated = [indices(data.val_dataloader()) for data in split]
+    validated = [indices(data.val_dataloader()[0]) for data in split]
     assert {len(batches) for batches in validated} == {2}
     assert sorted(row for batches in validated for batch in batches for row in batch) == list(range(13, 20))
     trained = {row for data in split for batch in indices(data.train_dataloader()) for row in batch}
@@ -106,7 +106,7 @@ def test_held_out_rows_are_validated_once_and_never_trained_on(tokenizer, ranks)
 def test_validation_data_of_their_own_continue_the_row_numbers(tokenizer, tmp_path):
     (tmp_path / "val.jsonl").write_text("".join(json.dumps({"prompt": f"v{i}"}) + "\n" for i in range(3)))
     data = ready(tokenizer, val_path=str(tmp_path / "val.jsonl"))
-    assert indices(data.val_dataloader()) == [[20, 21, 22]]
+    assert indices(data.val_dataloader()[0]) == [[20, 21, 22]]
     assert len(data.train_table) == 20
     assert data.trainer.limit_val_batches == 1.0
 
@@ -116,18 +116,33 @@ def test_validation_can_be_another_split_of_the_same_data(tokenizer, tmp_path):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps({"prompt": split}) + "\n")
     data = ready(tokenizer, path=str(tmp_path), batch_size=1, val_split="test")
     assert next(iter(data.train_dataloader()))["prompts"].raw == ["train"]
-    assert next(iter(data.val_dataloader()))["prompts"].raw == ["test"]
+    assert next(iter(data.val_dataloader()[0]))["prompts"].raw == ["test"]
+
+
+def test_several_validation_sets_have_names_and_rows_of_their_own(tokenizer, tmp_path):
+    (tmp_path / "val.jsonl").write_text("".join(json.dumps({"prompt": f"v{i}"}) + "\n" for i in range(3)))
+    sums = ValidationSet(task="chain_sum", task_args=SUMS, size=4)
+    split = [
+        ready(tokenizer, ranks=2, rank=r, val={"words": str(tmp_path / "val.jsonl"), "sums": sums}, val_batch_size=4)
+        for r in range(2)
+    ]
+    assert split[0].val_names == ["words", "sums"]
+    with pytest.raises(ValueError, match=r"data\.val needs one of path and task, got 'a' and 'b'"):
+        ValidationSet("a", "b")
+    words, sums = zip(*(map(indices, data.val_dataloader()) for data in split), strict=True)
+    assert (words, sums) == (([[20, 21]], [[22]]), ([[23, 24]], [[25, 26]]))
+    assert len(split[0].train_table) == 20
 
 
 def test_validating_alone_does_not_need_a_training_batch(tokenizer):
     data = ready(tokenizer, stage="validate", val_size=4, batch_size=1000)
-    assert indices(data.val_dataloader()) == indices(data.test_dataloader()) == [[16, 17, 18, 19]]
+    assert indices(data.val_dataloader()[0]) == indices(data.test_dataloader()[0]) == [[16, 17, 18, 19]]
 
 
 def test_without_validation_prompts_there_is_no_validation(tokenizer):
     assert ready(tokenizer).trainer.limit_val_batches == 0
     with pytest.raises(
-        ValueError, match="data has no validation prompts: set val_path, val_split, val_task or val_size"
+        ValueError, match="data has no validation prompts: set val, val_path, val_split, val_task or val_size"
     ):
         ready(tokenizer, stage="validate")
 
@@ -149,10 +164,10 @@ def test_the_validation_set_has_a_name_for_the_metrics(settings, name):
 
 def test_a_second_setup_keeps_what_was_read(tokenizer):
     data = ready(tokenizer, val_size=2)
-    tables = data.train_table, data.val_table
+    tables = data.train_table, data.val_tables
     data.setup("fit")
     data.setup("validate")
-    assert (data.train_table, data.val_table) == tables
+    assert (data.train_table, data.val_tables) == tables
     assert data.train_table is tables[0]
 
 
@@ -172,20 +187,22 @@ def test_a_task_gives_prompts_that_its_reward_can_score(tokenizer):
 
 def test_a_question_of_the_validation_set_is_not_trained_on_either(tokenizer):
     data = ready(tokenizer, path=None, task="chain_sum", task_args=SUMS, task_size=400, val_size=60)
-    train, val = ({ids.tobytes() for ids in table.ids} for table in (data.train_table, data.val_table))
-    assert len(data.val_table) == 60
+    tables = data.train_table, data.val_tables["heldout"]
+    train, val = ({ids.tobytes() for ids in table.ids} for table in tables)
+    assert len(tables[1]) == 60
     assert not train & val
     assert len(data.train_table) < 340  # there were some: one-digit sums repeat
     data = ready(
         tokenizer, path=None, task="chain_sum", task_args=SUMS, val_task="chain_sum", val_task_args=SUMS, val_size=60
     )
-    assert not {ids.tobytes() for ids in data.train_table.ids} & {ids.tobytes() for ids in data.val_table.ids}
-    assert data.val_table.take([0]).index.tolist() == [5000]
+    (validation,) = data.val_tables.values()
+    assert not {ids.tobytes() for ids in data.train_table.ids} & {ids.tobytes() for ids in validation.ids}
+    assert validation.take([0]).index.tolist() == [5000]
 
 
 def test_validation_can_be_a_task_beside_a_file(tokenizer):
     data = ready(tokenizer, val_task="chain_sum", val_size=4)
-    (batch,) = data.val_dataloader()
+    (batch,) = data.val_dataloader()[0]
     assert batch["prompts"].index.tolist() == [20, 21, 22, 23]
     assert len(data.train_table) == 20
 
@@ -199,7 +216,7 @@ def test_overlong_prompts_are_dropped_and_counted_or_refused(tokenizer, caplog):
     with caplog.at_level(logging.INFO):
         data = ready(tokenizer, **settings)
     assert data.train_table.numbers == [0, 2]
-    assert data.val_table.numbers == [4]  # row 3 stays held out
+    assert data.val_tables["heldout"].numbers == [4]  # row 3 stays held out
     assert "dropped 1 of 3 training prompts, longer than 5 tokens" in caplog.text
     assert "dropped 1 of 2 validation prompts, longer than 5 tokens" in caplog.text
     with pytest.raises(ValueError, match=r"prompt of row 3 has 12 tokens, more than data\.max_prompt_length=5"):
@@ -214,6 +231,7 @@ def test_overlong_prompts_are_dropped_and_counted_or_refused(tokenizer, caplog):
         ({"val_path": "a", "val_task": "b"}, "one of val_path and val_task"),
         ({"val_task": "chain_sum"}, r"needs data\.val_size"),
         ({"val_path": "a", "val_size": 1}, r"data\.val_size holds out training rows"),
+        ({"val": {"a": "b"}, "val_size": 1}, r"data\.val names all validation sets: leave out val_path"),
         ({"val_split": "test", "val_size": 1}, r"data\.val_size holds out training rows"),
         ({"path": None, "task": "chain_sum", "val_split": "test"}, r"data\.val_split needs data\.path"),
         ({"val_size": 20}, r"data\.val_size=20 must be smaller than the data, which has 20 rows"),
@@ -238,8 +256,13 @@ def test_the_constructor_is_a_schema(tmp_path):
     given = parser.parse_object({"data": {"path": str(tmp_path / "p.jsonl"), "batch_size": 2, "max_prompt_length": 8}})
     data = PromptDataModule(**given.data.as_dict())
     assert (data.path, data.batch_size, data.max_prompt_length) == (str(tmp_path / "p.jsonl"), 2, 8)
+    sets = {"a": "a.jsonl", "b": {"task": "chain_sum", "size": 3}}
+    given = parser.parse_object({"data": {"path": "p.jsonl", "val": sets}})
+    made = parser.instantiate_classes(given).data
+    assert made.val_sets == {"a": ValidationSet("a.jsonl"), "b": ValidationSet(task="chain_sum", size=3)}
     for wrong in (
         {"batch_size": 0},
+        {"val": {"a": {"task": "c", "size": 0}}},
         {"val_size": -1},
         {"overlong": "cut"},
         {"max_prompt_length": "long"},

@@ -105,6 +105,7 @@ def test_the_list_of_metrics_names_what_is_logged_and_nothing_else(tmp_path: Pat
         "trainer.val_check_interval": 1,
         "trainer.callbacks": json.dumps(observers),
         "rollout.sampling.max_completion_length": 4,
+        "rollout.val_sampling": "{num_generations: 2, max_completion_length: 4}",
         "model.reward": "[test_docs.logs_a_metric]",
     }
     command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", "configs/tiny_ppo.yaml"]

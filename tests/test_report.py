@@ -1,11 +1,11 @@
-"""What an iteration and a validation loop report."""
+"""What an iteration reports."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from lightning_rlhf.modules.report import Alarms, ValidationMetrics, constant_groups
+from lightning_rlhf.modules.report import Alarms, constant_groups
 from lightning_rlhf.types import Experience, Sampling
 
 
@@ -26,18 +26,6 @@ def test_the_share_of_groups_that_teach_nothing():
     assert constant_groups(experience([1, 1, 0, 1, 2, 2], [4, 4, 9, 9, 2, 2], [1] * 6)) == pytest.approx(2 / 3)
     # a response that takes part in nothing does not make a group interesting
     assert constant_groups(experience([1, 0], [0, 0], [1, 0])) == 1.0
-
-
-def test_pass_at_k_is_the_unbiased_estimate():
-    metrics = ValidationMetrics("sums", 1.0, torch.device("cpu"))
-    metrics.update(torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 2.0, 1.0]), 4)  # 1 of 4, 4 of 4
-    metrics.update(torch.tensor([0.5, float("nan"), 0.0, 0.0]), 4)  # none; one could not be scored
-    result = metrics.compute()
-    assert result["val/sums/mean@4"] == pytest.approx((0.25 + 1 + 0) / 3)
-    assert result["val/sums/pass@1"] == pytest.approx((0.25 + 1 + 0) / 3)
-    assert result["val/sums/pass@2"] == pytest.approx((0.5 + 1 + 0) / 3)  # 1 - C(3, 2) / C(4, 2)
-    assert result["val/sums/pass@4"] == pytest.approx(2 / 3)
-    assert result["val/sums/reward"] == pytest.approx(6.5 / 11)
 
 
 CUT = {"completions/clipped_ratio": 0.6}

@@ -138,10 +138,22 @@ def test_responses_generated_ahead_do_not_depend_on_the_split_and_resume_on_anot
     assert_equal_runs(one[2:], [{n: v for n, v in row.items() if not n.startswith("val/")} for row in rest])
 
 
-def test_validate_scores_the_held_out_prompts_of_a_model_as_it_is(tmp_path):
+def test_validate_scores_the_held_out_prompts_of_a_model_as_it_is_on_any_number_of_ranks(tmp_path):
     sampling = "--rollout.val_sampling={num_generations: 4, max_completion_length: 8}"
-    rows = run(tmp_path, "tiny_grpo.yaml", "--trainer.callbacks=[]", sampling, command="validate")
-    assert {"val/heldout/reward", "val/heldout/mean@4", "val/heldout/pass@1", "val/heldout/pass@4"} <= rows[0].keys()
+    options = ["--trainer.callbacks=[]", "--data.val_batch_size=3", "--model.init_args.val_success=0.1", sampling]
+    two = ["--trainer.devices=2"]
+    one, dp, sp = (
+        run(tmp_path / name, "tiny_grpo.yaml", *options, *split, command="validate")
+        for name, split in {
+            "one": [],
+            "dp": two,
+            "sp": [*two, "--trainer.strategy.sequence_parallel_size=2"],
+        }.items()
+    )
+    assert {"val/heldout/reward", "val/heldout/mean@4", "val/heldout/pass@4", "val/heldout/maj@4"} <= one[0].keys()
+    assert 0 < one[0]["val/heldout/mean@4"] < 1
+    assert_equal_runs(one, dp, 1e-6)  # batches of 3, 3 and 2 prompts
+    assert_equal_runs(one, sp, 1e-6)
 
 
 def test_the_saved_config_runs_again(tmp_path):

@@ -108,7 +108,7 @@ def main() -> int:
     cli = run(DemoCLI, ["fit", *sys.argv[1:]])
     rewards = rewards_of(cli.folder / "metrics.csv")
     first, last = mean(rewards[:ENDS]), mean(rewards[-ENDS:])
-    answers = [row["answer"] for row in cli.datamodule.val_rows]
+    answers = [row["answer"] for row in cli.datamodule.val_rows["heldout"]]
     get_console().print(sample_table(cli.samples_before, cli.samples_after, answers))
     draw(rewards, cli.before, cli.after, CURVE)
     print(f"curve: {CURVE}    metrics and samples: {cli.folder}")

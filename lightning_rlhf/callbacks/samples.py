@@ -4,8 +4,9 @@
     <run folder>/samples/validation_000010.parquet    validation rollouts at iteration 10; of ``test`` they are test_000010
 
 One row per response of the first data rank: prompt and response as the model saw them (special tokens included), each
-reward function's value, the total, the advantage, length and how the response ended, and what the reward functions
-logged. Read them with `datasets.Dataset.from_parquet` or pandas. An observer: removing it changes no result.
+reward function's value, the total, the advantage, length and how the response ended, what the reward functions logged,
+and the validation set. Read them with `datasets.Dataset.from_parquet` or pandas. An observer: removing it changes no
+result.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class Samples(pl.Callback):
     ) -> None:
         if trainer.is_global_zero and not trainer.sanity_checking:
             columns = sample_columns(batch["rollout"], pl_module.last_scores, pl_module.tokenizer)
-            self._validation.append({"set": [dataloader_idx] * len(columns["prompt"])} | columns)
+            name = pl_module.validation_set(dataloader_idx)
+            self._validation.append({"set": [name] * len(columns["prompt"])} | columns)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if self._validation:
@@ -90,10 +92,13 @@ class Samples(pl.Callback):
 
     def _publish(self, trainer: pl.Trainer, pl_module: Any, kind: str, columns: Columns) -> None:
         step = pl_module.iteration
-        if self.rows:
-            console = get_console()
-            title = f"{kind} {step}" if kind == "iteration" else f"{kind} at iteration {step}"
-            console.print(sample_table(columns, title, self.rows, self.max_characters, console.encoding))
+        title = f"{kind} {step}" if kind == "iteration" else f"{kind} at iteration {step}"
+        console, sets = get_console(), list(dict.fromkeys(columns.get("set", [])))
+        for name in (sets or [""]) if self.rows else []:
+            own = [i for i in range(len(columns["prompt"])) if not sets or columns["set"][i] == name]
+            shown = {key: [values[i] for i in own] for key, values in columns.items()}
+            of_set = f"{title}: {name}" if len(sets) > 1 else title
+            console.print(sample_table(shown, of_set, self.rows, self.max_characters, console.encoding))
         if self.save and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             write_parquet(
                 {"iteration": [step] * len(columns["prompt"])} | columns, f"{self.folder}/{kind}_{step:06d}.parquet"

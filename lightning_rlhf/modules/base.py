@@ -26,6 +26,7 @@ from jaxtyping import Float
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.core.optimizer import do_nothing_closure
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
@@ -42,7 +43,6 @@ from lightning_rlhf.modules.metrics import Metrics
 from lightning_rlhf.modules.policy import Critic, Policy
 from lightning_rlhf.modules.report import (
     Alarms,
-    ValidationMetrics,
     add_completions,
     add_importance,
     add_mismatch,
@@ -53,9 +53,10 @@ from lightning_rlhf.modules.report import (
 from lightning_rlhf.modules.roles import ModelRoles
 from lightning_rlhf.modules.schedules import Schedule, warmup_schedule
 from lightning_rlhf.modules.settings import ModelSettings
+from lightning_rlhf.modules.validation import ValidationMetrics
 from lightning_rlhf.packing import Packed, attention_cost
 from lightning_rlhf.phases import Phases
-from lightning_rlhf.scoring import Scorer
+from lightning_rlhf.scoring import Scorer, answers_of
 from lightning_rlhf.types import Experience, Rollout, Scores, derive_seed
 
 RewardFunction = Callable[..., Any]
@@ -97,7 +98,8 @@ class RLHFLightningModule(ModelRoles):
         warmup_steps: iterations of linear warm-up.
         min_lr_ratio: share of the rate at the end of a linear or cosine schedule.
         max_grad_norm: gradients are clipped to this norm, actor and critic each on their own; null switches it off.
-        val_success: a validation response with at least this reward solves its prompt (mean@k, pass@k).
+        val_success: a validation response with at least this reward solves its prompt (mean@k, pass@k, maj@k).
+        val_before_train: validate the model as it is before the first iteration; a resumed run does not.
         max_skipped_steps: stop after so many optimizer steps in a row without a finite gradient.
         **kwargs: how the models are built, see `ModelSettings`.
     """
@@ -137,6 +139,7 @@ class RLHFLightningModule(ModelRoles):
         max_grad_norm: PositiveFloat | None = 1.0,
         max_skipped_steps: PositiveInt = 10,
         val_success: float = 1.0,
+        val_before_train: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(ModelSettings(model, **kwargs), lr)
@@ -157,7 +160,8 @@ class RLHFLightningModule(ModelRoles):
         self.ppo_epochs, self.mini_batches, self.micro_batch_tokens = ppo_epochs, mini_batches, micro_batch_tokens
         self.optimizer = optimizer
         self.lr_schedule, self.warmup_steps, self.min_lr_ratio = lr_schedule, warmup_steps, min_lr_ratio
-        self.max_grad_norm, self.max_skipped_steps, self.val_success = max_grad_norm, max_skipped_steps, val_success
+        self.max_grad_norm, self.max_skipped_steps = max_grad_norm, max_skipped_steps
+        self.val_success, self.val_before_train = val_success, val_before_train
         if clip_dual is not None and clip_dual <= 1.0:
             raise ValueError(f"model.clip_dual must be above 1, or null to switch it off, got {clip_dual}")
         self.phases = Phases()
@@ -557,14 +561,31 @@ class RLHFLightningModule(ModelRoles):
 
     # -- validation --------------------------------------------------------------------------------
 
+    def on_train_start(self) -> None:
+        """Validation before training; here every callback has begun, the module's hook being the last."""
+        trainer = self.trainer
+        if not self.val_before_train or trainer.global_step:
+            return
+        if not trainer.enable_validation:
+            rank_zero_warn("model.val_before_train has nothing to validate on: set data.val_path or data.val")
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.run()
+        trainer.training = True
+
     def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
         rollout: Rollout = batch["rollout"]
         self.last_scores = self.scores_of(rollout)
         if dataloader_idx not in self._validation:
-            names = getattr(getattr(self.trainer, "datamodule", None), "val_names", None) or ["heldout"]
-            name = names[dataloader_idx] if dataloader_idx < len(names) else f"heldout_{dataloader_idx}"
-            self._validation[dataloader_idx] = ValidationMetrics(name, self.val_success, self.device)
-        self._validation[dataloader_idx].update(self.last_scores.total, rollout.sampling.num_generations)
+            metrics = ValidationMetrics(self.validation_set(dataloader_idx), self.val_success)
+            self._validation[dataloader_idx] = metrics.to(self.device)
+        n = rollout.sampling.num_generations
+        answers = answers_of(self.last_scores, self.decode(rollout)) if n > 1 else ()
+        self._validation[dataloader_idx].update(rollout.prompts.index, self.last_scores, n, answers)
+
+    def validation_set(self, dataloader_idx: int) -> str:
+        """Its name in metrics and samples."""
+        names = getattr(getattr(self.trainer, "datamodule", None), "val_names", None) or ["heldout"]
+        return names[dataloader_idx] if dataloader_idx < len(names) else f"heldout_{dataloader_idx}"
 
     def test_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
         self.validation_step(batch, batch_idx, dataloader_idx)
@@ -576,6 +597,8 @@ class RLHFLightningModule(ModelRoles):
         for metrics in self._validation.values():
             self.log_dict(metrics.compute(), sync_dist=False, batch_size=1)
         self._validation.clear()
+        if self.trainer.state.fn != TrainerFn.FITTING:  # Lightning knows no other than 0
+            self.log("step", float(self.iteration), sync_dist=False, batch_size=1)
 
 
 def _weighted(weights: Tensor, token_values: Tensor) -> Tensor:

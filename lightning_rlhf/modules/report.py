@@ -1,15 +1,12 @@
-"""What an iteration and a validation loop report, in the metric names that every logger gets."""
+"""What an iteration reports, in the metric names that every logger gets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import comb
 
 import torch
-from jaxtyping import Float
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torchmetrics import MeanMetric
 
 from lightning_rlhf.modules.metrics import Metrics
 from lightning_rlhf.types import Experience, Rollout, Sampling, Scores
@@ -99,42 +96,3 @@ class Alarms:
                 f"the engine's log-probs differ from the trainer's by {reduced['rollout/logprob_diff_mean']:.2f} on"
                 " average: the weight sync or the sampling settings are wrong, or the engine's precision is too low"
             )
-
-
-class ValidationMetrics:
-    """Mean reward, mean@n and pass@k over a validation set, synchronised over ranks by torchmetrics.
-
-    pass@k is the unbiased estimate 1 - C(n-c, k) / C(n, k) from n responses of which c solve the prompt
-    (Chen et al. 2021, arXiv:2107.03374), for k = 1, 2, 4, … up to n.
-
-    Args:
-        name: of the set, in ``val/<name>/…``.
-        success: a response with at least this reward solves its prompt.
-        device: where the sums live.
-    """
-
-    def __init__(self, name: str, success: float, device: torch.device) -> None:
-        self.name, self.success, self.device = name, success, device
-        self._means: dict[str, MeanMetric] = {}
-
-    def update(self, totals: Float[Tensor, "B"], generations: int) -> None:
-        """Rewards of one batch, prompt-major; empty on a rank without prompts. NaN counts as unsolved."""
-        totals = totals.to(self.device)
-        solved = (totals.view(-1, generations) >= self.success).sum(1).tolist()
-        self._add("reward", totals[totals.isfinite()])
-        self._add(f"mean@{generations}", torch.tensor([c / generations for c in solved]))
-        k = 1
-        while k <= generations:
-            rates = [1.0 - comb(generations - c, k) / comb(generations, k) for c in solved]
-            self._add(f"pass@{k}", torch.tensor(rates))
-            k *= 2
-
-    def _add(self, key: str, values: Tensor) -> None:
-        if key not in self._means:
-            self._means[key] = MeanMetric().to(self.device)
-        if len(values):
-            self._means[key].update(values.to(self.device))
-
-    def compute(self) -> dict[str, float]:
-        """``val/<name>/<metric>`` over all ranks; a collective."""
-        return {f"val/{self.name}/{key}": float(metric.compute()) for key, metric in self._means.items()}
