@@ -5,10 +5,7 @@ from __future__ import annotations
 import csv
 import inspect
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import yaml
+from toys import command
 
 import lightning_rlhf
 from lightning_rlhf.callbacks import memory
@@ -108,19 +106,11 @@ def test_the_list_of_metrics_names_what_is_logged_and_nothing_else(tmp_path: Pat
         "rollout.val_sampling": "{num_generations: 2, max_completion_length: 4}",
         "model.reward": "[test_docs.logs_a_metric]",
     }
-    command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", "configs/tiny_ppo.yaml"]
-    path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     corrected = {"model.correction": "{reject: {token_k2: 10.0}}", "model.kl": "{coef: 0.01, target: 0.1}"}
     logged = set()
     for more in ({"rollout.offload_optimizer": True}, {"rollout.async_level": 1, **corrected}):
-        done = subprocess.run(
-            [*command, *(f"--{key}={value}" for key, value in (options | more).items())],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
+        line = [f"--{key}={value}" for key, value in (options | more).items()]
+        command("fit", "--config", str(ROOT / "configs/tiny_ppo.yaml"), *line)
         file = max(tmp_path.rglob("metrics.csv"), key=lambda p: p.stat().st_mtime_ns)
         with file.open(newline="") as opened:
             logged |= set(next(csv.reader(opened))) - {"step", "epoch"}

@@ -20,7 +20,7 @@ import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
-from test_runs import QUIET, ROOT, assert_equal_runs, metrics_of, run
+from test_runs import QUIET, ROOT, assert_equal_runs, metrics_of
 
 from lightning_rlhf import FSDPUlyssesStrategy
 from lightning_rlhf.meeting import name_of_attempt
@@ -101,7 +101,7 @@ def launched(folder: Path, processes: Callable[[str], Processes], *arguments: st
 @pytest.fixture(scope="module")
 def by_itself(tmp_path_factory: Any) -> list[dict[str, float]]:
     """Two processes on this machine, the second started by the first."""
-    return run(tmp_path_factory.mktemp("itself"), "tiny_grpo.yaml", *TWO, "--trainer.devices=2")
+    return launched(tmp_path_factory.mktemp("itself"), lambda _: [(ITSELF, {})], "--trainer.devices=2")
 
 
 def test_torchrun(by_itself, tmp_path):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import csv
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from toys import command as run_command
 
 ROOT = Path(__file__).parent.parent
 OWN = ("actor/", "critic/", "reward/", "completions/", "val/")
@@ -19,20 +17,12 @@ OWN = ("actor/", "critic/", "reward/", "completions/", "val/")
 def run(folder: Path, config: str, *arguments: str, command: str = "fit") -> list[dict[str, float]]:
     """Metrics per iteration of ``lightning-rlhf COMMAND --config configs/CONFIG``."""
     logger = ["--trainer.logger.init_args.save_dir", str(folder), "--trainer.logger.init_args.name=run"]
-    line = [
-        sys.executable,
-        "-m",
-        "lightning_rlhf",
-        command,
-        "--config",
-        str(ROOT / "configs" / config),
-        *logger,
-        *arguments,
+    devices = [
+        value.removeprefix("--trainer.devices=") for value in arguments if value.startswith("--trainer.devices=")
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert not re.search("litlogger|Loading weights", done.stdout + done.stderr)
+    line = [command, "--config", str(ROOT / "configs" / config), *logger, *arguments]
+    printed = run_command(*line, ranks=int(devices[-1]) if devices else 1)
+    assert not re.search("litlogger|Loading weights", printed)
     return metrics_of(folder / "run")
 
 

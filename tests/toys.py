@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import os
 import socket
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import mean
@@ -24,23 +26,77 @@ from lightning_rlhf.packing import Packed
 from lightning_rlhf.rollout.sharing import Pool
 from lightning_rlhf.types import Completion
 
+mp.get_context("forkserver").set_forkserver_preload(["lightning_rlhf.cli", "transformers.models.qwen2.modeling_qwen2"])
 TINY_MODULE = {"model": "random:tiny", "lr": 3e-3, "micro_batch_tokens": 4096}
 
 
 def spawn(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
     """Run ``function(rank, *args)`` in ``world`` processes with a gloo group; returns what each rank returned.
 
-    ``function`` must be importable (a module-level function). An exception in any rank is raised here.
+    ``function`` must be importable (a module-level function). An exception in any rank is raised here. The processes are forks of
+    a server that has imported the package and done nothing else.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as results:
-        mp.start_processes(_enter, (world, port, function, args, results), nprocs=world, start_method="spawn")
+        entered = (world, port, dict(os.environ), function, args, results)
+        mp.start_processes(_enter, entered, nprocs=world, start_method="forkserver")
         return [torch.load(f"{results}/{rank}", weights_only=False) for rank in range(world)]
 
 
-def _enter(rank: int, world: int, port: int, function: Callable[..., Any], args: tuple[Any, ...], results: str) -> None:
+def command(*line: str, ranks: int = 1) -> str:
+    """What ``lightning-rlhf LINE`` prints in ``ranks`` processes, as torchrun would start them, forks like those of `spawn`.
+
+    Raises:
+        AssertionError: a process failed, or did not end in four minutes.
+    """
+    with socket.socket() as free, tempfile.NamedTemporaryFile("r") as printed:
+        free.bind(("127.0.0.1", 0))
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "TORCHELASTIC_RUN_ID": "test"}
+        shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
+        free.close()
+        context, own = (
+            mp.get_context("forkserver"),
+            [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)],
+        )
+        environments = [dict(os.environ) | (shared | rank if ranks > 1 else {}) for rank in own]
+        processes = [context.Process(target=_command, args=(e, line, printed.name)) for e in environments]
+        for process in processes:
+            process.start()
+        end = time.monotonic() + 240
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+            process.kill()
+            process.join()
+        text = printed.read()
+    assert [process.exitcode for process in processes] == [0] * ranks, text[-3000:]
+    return text
+
+
+def _command(environment: dict[str, str], line: Sequence[str], output: str) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.argv = ["lightning-rlhf", *line]
+    from lightning_rlhf.cli import main
+
+    main()
+
+
+def _enter(
+    rank: int,
+    world: int,
+    port: int,
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    results: str,
+) -> None:
+    os.environ.clear()  # of the server
+    os.environ.update(environment)
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world)
     )
