@@ -58,10 +58,9 @@ def read(file: Path) -> Diary:
 
 
 def start(a: argparse.Namespace, folder: Path, name: str) -> subprocess.Popen[bytes]:
-    log = (folder / f"{name}.log").open("w")
-    return subprocess.Popen(
-        command(a, folder, name), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-    )
+    line = command(a, folder, name)
+    with (folder / f"{name}.log").open("w") as log:
+        return subprocess.Popen(line, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def whole(a: argparse.Namespace, folder: Path, name: str) -> Diary:

@@ -18,10 +18,9 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from test_launch import TORCHRUN, outcomes
 from test_runs import ROOT, assert_equal_runs
-from toys import TINY_MODULE, even_tokens, fit, spawn
+from toys import TINY_MODULE, even_tokens, fit, quiet_trainer, spawn
 
 from lightning_rlhf import (
-    FSDPUlyssesStrategy,
     GRPOLightningModule,
     IterationCheckpoint,
     Preemption,
@@ -190,24 +189,16 @@ class Validated(GRPOLightningModule):
 def validated(folder: Path, *callbacks: pl.Callback, ckpt_path: str | None = None) -> tuple[Validated, pl.Trainer]:
     torch.set_num_threads(1)
     module = Validated()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=FSDPUlyssesStrategy(),
+    trainer = quiet_trainer(
+        RolloutCallback(sampling=Sampling(max_completion_length=6)),
+        *callbacks,
+        Preemption(),
+        IterationCheckpoint(folder),
         max_steps=ITERATIONS,
         val_check_interval=2,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         inference_mode=False,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[
-            RolloutCallback(sampling=Sampling(max_completion_length=6)),
-            *callbacks,
-            Preemption(),
-            IterationCheckpoint(folder),
-        ],
     )
     data = PromptDataModule(path="toys.prompts", val_size=16, batch_size=8, val_batch_size=8, max_prompt_length=32)
     with suppress(SIGTERMException):
@@ -259,20 +250,13 @@ def two_ranks(rank: int, folder: str) -> tuple[Any, int]:
     """A signal to the second rank alone."""
     torch.set_num_threads(1)
     told = [Told()] if rank == 1 else []
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        RolloutCallback(sampling=Sampling(max_completion_length=6)),
+        *told,
+        Preemption(),
+        IterationCheckpoint(folder),
         devices=2,
-        strategy=FSDPUlyssesStrategy(),
         max_steps=ITERATIONS,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[
-            RolloutCallback(sampling=Sampling(max_completion_length=6)),
-            *told,
-            Preemption(),
-            IterationCheckpoint(folder),
-        ],
     )
     data = PromptDataModule(path="toys.prompts", batch_size=8, max_prompt_length=32)
     try:

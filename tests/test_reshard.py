@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from toys import TINY_MODULE, even_tokens, spawn
+from toys import TINY_MODULE, even_tokens, quiet_trainer, spawn
 
 from lightning_rlhf import FSDPUlyssesStrategy, PPOLightningModule, PromptDataModule, RolloutCallback, Sampling
 
@@ -66,16 +66,13 @@ def fit(mesh: tuple[int, int, int], steps: int, checkpoint: str | None, save: st
     ranks, sp, replicas = mesh
     seen = Seen()
     pl.seed_everything(1, verbose=False)
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        RolloutCallback(sampling=Sampling(max_completion_length=6, num_generations=2)),
+        Look(seen),
         devices=ranks,
         strategy=FSDPUlyssesStrategy(sequence_parallel_size=sp, data_parallel_replicate=replicas),
         max_steps=steps,
-        logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[RolloutCallback(sampling=Sampling(max_completion_length=6, num_generations=2)), Look(seen)],
     )
     module = PPOLightningModule(**TINY_MODULE, reward=[even_tokens], mini_batches=2)
     trainer.fit(module, datamodule=PromptDataModule(path="toys.prompts", batch_size=8), ckpt_path=checkpoint)

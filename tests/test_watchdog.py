@@ -17,11 +17,10 @@ import pytest
 import torch
 from test_launch import released
 from test_runs import QUIET, ROOT
-from toys import TINY_MODULE, even_tokens, fit
+from toys import TINY_MODULE, even_tokens, fit, quiet_trainer
 
 from lightning_rlhf import (
     KL,
-    FSDPUlyssesStrategy,
     GRPOLightningModule,
     IterationCheckpoint,
     PPOLightningModule,
@@ -115,22 +114,14 @@ def test_a_hang_anywhere_in_an_iteration_is_named(tmp_path, ended, monkeypatch):
     torch.set_num_threads(1)
     module, engine = HangsEverywhere(ended), Generates()
     engine.module = module
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=FSDPUlyssesStrategy(),
+    trainer = quiet_trainer(
+        Watchdog(0.4),
+        RolloutCallback(engine, Sampling(max_completion_length=4)),
+        IterationCheckpoint(tmp_path),
         max_steps=2,
         val_check_interval=2,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[
-            Watchdog(0.4),
-            RolloutCallback(engine, Sampling(max_completion_length=4)),
-            IterationCheckpoint(tmp_path),
-        ],
     )
     trainer.fit(
         module, datamodule=PromptDataModule(path="toys.prompts", val_size=4, batch_size=4, max_prompt_length=32)

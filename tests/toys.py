@@ -182,6 +182,22 @@ def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [mean(t % 2 == 0 for t in ids) for ids in completion_ids]
 
 
+def quiet_trainer(
+    *callbacks: pl.Callback, devices: int = 1, strategy: FSDPUlyssesStrategy | None = None, **options: Any
+) -> pl.Trainer:
+    """On the CPU under the strategy, without logger, progress bar and summary."""
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy or FSDPUlyssesStrategy(),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+        **options,
+    )
+
+
 def fit(
     module: RLHFLightningModule,
     folder: Path,
