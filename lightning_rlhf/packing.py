@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -98,6 +98,19 @@ def pack(
         real_tokens=total,
         images=pack_images(images, lengths, positions, sequence_ranks, sequence_rank),
     )
+
+
+def pack_ends(sequences: Sequence[Int[Tensor, "_"]], sequence_ranks: int = 1, sequence_rank: int = 0) -> Packed:
+    """Like `pack`, for what is read off each sequence's last token: ``rows`` and ``response_index`` are those, (b, 1).
+
+    A last token predicts nothing: ``labels`` are `IGNORE` throughout.
+    """
+    packed = pack(sequences, [len(s) for s in sequences], sequence_ranks, sequence_rank)
+    last = packed.cu_seqlens[1 : len(sequences) + 1].long() - 1
+    piece = len(packed.input_ids) // sequence_ranks
+    own = last[(last >= sequence_rank * piece) & (last < (sequence_rank + 1) * piece)]
+    mask = torch.ones(len(sequences), 1)
+    return replace(packed, rows=own - sequence_rank * piece, response_index=last[:, None], response_mask=mask)
 
 
 def attention_cost(hidden_size: int) -> Cost:

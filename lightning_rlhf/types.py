@@ -239,6 +239,25 @@ class Experience(_Movable):
         return len(self.sequences)
 
 
+@dataclass(frozen=True)
+class Examples(_Movable):
+    """The labelled sequences of one optimizer step, equal on every rank: N of them, ``size`` to an example.
+
+    A pair is an example of two, the better answer first. ``mask`` is aligned like a response that begins at ``prompt_lengths``:
+    1 on the tokens that are learned. ``margins``, one per pair, say how much better an answer is.
+    """
+
+    sequences: list[Int[Tensor, "_"]]
+    prompt_lengths: list[int]
+    mask: Float[Tensor, "N T"]
+    size: int = 1
+    margins: Float[Tensor, "pairs"] | None = None
+
+    def __len__(self) -> int:
+        """Examples, not sequences."""
+        return len(self.sequences) // self.size
+
+
 def shift_labels(sequence: Int[Tensor, "L"], prompt_length: int) -> Int[Tensor, "L"]:
     """THE token shift: ``labels[t]`` is the response token that position ``t`` predicts, `IGNORE` elsewhere."""
     labels = torch.full_like(sequence, IGNORE)

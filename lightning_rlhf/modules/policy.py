@@ -23,6 +23,7 @@ from lightning_rlhf.modules.execution import apply_execution, bucketed, check_ex
 from lightning_rlhf.modules.head import LogProbHead
 from lightning_rlhf.modules.loading import load_pretrained, meta_parameters
 from lightning_rlhf.modules.lora import Adapter, hf_name
+from lightning_rlhf.modules.score_head import head_names, start_head
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.modules.startup import check_head, check_isolation
 from lightning_rlhf.modules.vision import check_vision, freeze, merged_inputs, shard_tower
@@ -177,14 +178,27 @@ class Policy(_PackedModel):
 
 
 class Critic(_PackedModel):
-    """A backbone with a value head; ``forward(packed)`` returns values of the states before each response token, (b, T).
+    """A backbone with a scalar head; ``forward(packed)`` returns values of the states before each response token, (b, T).
 
-    The head is float32 with float32 output: bfloat16 steps near 1 are 0.008, coarser than the advantages.
+    Of a stream by `pack_ends` those are the scores of the sequences, (b, 1): a reward model. The head is float32 with float32
+    output: bfloat16 steps near 1 are 0.008, coarser than the advantages.
+
+    Args:
+        prefix: what transformers puts before the names of the backbone.
+        bias: of the head.
     """
 
-    def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, settings: ModelSettings) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        strategy: FSDPUlyssesStrategy,
+        settings: ModelSettings,
+        prefix: str = "model.",
+        bias: bool = True,
+    ) -> None:
         super().__init__(model, strategy, settings)
-        self.value_head = nn.Linear(self.hidden_size, 1, dtype=torch.float32)
+        self.value_head = nn.Linear(self.hidden_size, 1, bias=bias, dtype=torch.float32)
+        self.prefix = prefix
 
     @property
     def backbone(self) -> nn.Module:
@@ -192,6 +206,16 @@ class Critic(_PackedModel):
 
     def forward(self, packed: Packed) -> Float[Tensor, "b T"]:
         return self.align(self.value_head(self.hidden_rows(packed)).squeeze(-1).float(), packed)
+
+    def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(transformers name, shard) pairs of a classification model, an adapter merged."""
+        pairs = self.model.named_parameters() if self.adapter is None else self.adapter.merged()
+        yield from ((self.prefix + name, parameter) for name, parameter in pairs)
+        yield from ((f"score.{name}", parameter) for name, parameter in self.value_head.named_parameters())
+
+    def hf_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Policy.hf_named_buffers`."""
+        yield from ((self.prefix + hf_name(name), buffer) for name, buffer in saved_buffers(self.model))
 
     @property
     def units(self) -> list[nn.Module]:
@@ -211,7 +235,7 @@ def check_model(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, criti
         NotImplementedError: the model.
         ValueError: the attention kernel.
     """
-    root = _critic_on_meta(settings, strategy)[0] if critic else _policy_on_meta(settings, strategy, frozen=False)
+    root = _critic_on_meta(settings, strategy) if critic else _policy_on_meta(settings, strategy, frozen=False)
     check_layers(root.model, root.layers, settings)
     text = root.model.config.get_text_config()  # type: ignore[union-attr,operator]
     limits = (getattr(text, "max_position_embeddings", None), position_limit(text))
@@ -252,25 +276,45 @@ def build_policy(
     return policy
 
 
-def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, seed: int = 0) -> Critic:
-    """A critic whose backbone starts from ``settings.path`` and whose values start at 0.
+def build_critic(
+    settings: ModelSettings,
+    strategy: FSDPUlyssesStrategy,
+    *,
+    seed: int = 0,
+    bias: bool = True,
+    std: float = 0.0,
+    frozen: torch.dtype | None = None,
+    role: str = "critic",
+) -> Critic:
+    """A critic or reward model from ``settings.path``. The head is that of a classification model, or a new one.
 
-    With LoRA the backbone is frozen and has an adapter of its own, which starts anew; the value head is trained as ever.
+    With LoRA the backbone is frozen and has an adapter of its own, which starts anew; the head is trained as ever.
+
+    Args:
+        bias: of the head.
+        std: of a new head's weights; its values start at 0 by default.
+        frozen: no gradients, and the backbone in this dtype.
+        role: what it is, for messages.
     """
-    critic, prefix = _critic_on_meta(settings, strategy)
-    apply_execution(critic.model, critic.layers, settings, strategy.root_device, trained=True)
-    strategy.shard_float32(critic.value_head)
-    critic.shard(strategy)
-    strategy.materialize(critic)
-    skip = ("value_head.", *_added(critic))
-    load_pretrained(critic, settings, strategy, lambda name: prefix + hf_name(name.removeprefix("model.")), skip)
+    critic = _critic_on_meta(settings, strategy, bias, frozen)
+    apply_execution(critic.model, critic.layers, settings, strategy.root_device, trained=frozen is None)
+    on_host = frozen is not None and settings.offload_reference
+    strategy.shard_float32(critic.value_head, on_host)
+    critic.shard(strategy, frozen=frozen is not None, on_host=on_host)
+    strategy.materialize(critic, on_host=on_host)
+    stored = head_names(settings)
+    new = tuple(n for n, _ in critic.named_parameters() if n.startswith("value_head.") and n not in stored)
+
+    def in_folder(name: str) -> str:
+        return stored.get(name) or critic.prefix + hf_name(name.removeprefix("model."))
+
+    load_pretrained(critic, settings, strategy, in_folder, (*new, *_added(critic)))
     if critic.adapter is not None:
         critic.adapter.start(seed)
-    with torch.no_grad():
-        for parameter in critic.value_head.parameters():
-            parameter.zero_()
-    critic.train()
-    check_isolation(critic, strategy, critic, "critic")
+    if new:
+        start_head(critic.value_head, std, seed, new)
+    critic.train(frozen is None)
+    check_isolation(critic, strategy, critic, role)
     return critic
 
 
@@ -293,16 +337,17 @@ def _adapter(
     return Adapter(model, settings.lora, precision.param_dtype, source or settings.source)
 
 
-def _critic_on_meta(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> tuple[Critic, str]:
-    """Also what the checkpoint puts before the names of the backbone."""
+def _critic_on_meta(
+    settings: ModelSettings, strategy: FSDPUlyssesStrategy, bias: bool = True, frozen: torch.dtype | None = None
+) -> Critic:
     with meta_parameters():
         precision = strategy.precision_plugin
-        causal = _causal_lm(settings, _stored_dtype(settings, precision), precision)
-        critic = Critic(causal.base_model, strategy, settings)  # type: ignore[arg-type]
-        if settings.lora is not None:
+        causal = _causal_lm(settings, frozen or _stored_dtype(settings, precision), precision)
+        critic = Critic(causal.base_model, strategy, settings, f"{causal.base_model_prefix}.", bias)  # type: ignore[arg-type]
+        if settings.lora is not None and frozen is None:
             fresh = replace(settings.lora, adapter=None)
             critic.adapter = Adapter(causal, fresh, precision.param_dtype, part=critic.model)
-    return critic, f"{causal.base_model_prefix}."
+    return critic
 
 
 def _stored_dtype(settings: ModelSettings, precision: FSDP2Precision) -> torch.dtype:

@@ -1,0 +1,163 @@
+"""`SupervisedLightningModule`: one optimizer step on rows that are learned as they are, the base of SFT, reward model and DPO.
+
+    examples of the step, whole on every rank
+      → prepare: what needs no gradient
+      → packed micro-batch: loss → backward;   clip → step
+
+As in `base`, the loss of a micro-batch is W · Σ w · l, with w the share of a token or pair in the GLOBAL step and W the ranks that
+FSDP averages over: results depend neither on the number of ranks nor on micro-batches. ``trainer.global_step`` counts steps.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+
+from lightning_rlhf.modules.batching import MicroBatch, example_batches
+from lightning_rlhf.modules.metrics import Metrics
+from lightning_rlhf.modules.optimized import OptimizedRoles
+from lightning_rlhf.modules.schedules import Schedule
+from lightning_rlhf.modules.settings import ModelSettings
+from lightning_rlhf.types import Examples
+
+
+class SupervisedLightningModule(OptimizedRoles):
+    """What SFT, reward model and DPO share; each is a `loss` and the metrics it adds.
+
+    Args:
+        model: local folder or hub id of the model to train, or ``random:tiny``.
+        micro_batch_tokens: token budget of one forward and backward pass on one GPU; must hold the longest example.
+        lr: learning rate.
+        optimizer: called with parameter groups that carry their own rates: an ``lr`` given here is not used.
+        lr_schedule: over steps, see `modules.schedules`.
+        warmup_steps: steps of linear warm-up.
+        min_lr_ratio: share of the rate at the end of a linear or cosine schedule.
+        max_grad_norm: gradients are clipped to this norm; null switches it off.
+        max_skipped_steps: stop after so many steps in a row without a finite gradient.
+        **kwargs: how the model is built, see `ModelSettings`.
+    """
+
+    ends_only = False
+    """Whether an example is read at the last tokens of its sequences, which are then tokenised as a whole."""
+
+    def __init__(
+        self,
+        model: str,
+        micro_batch_tokens: PositiveInt = 16384,
+        lr: PositiveFloat = 1e-5,
+        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, weight_decay=0.0, fused=True),
+        lr_schedule: Schedule = "constant",
+        warmup_steps: NonNegativeInt = 0,
+        min_lr_ratio: NonNegativeFloat = 0.0,
+        max_grad_norm: PositiveFloat | None = 1.0,
+        max_skipped_steps: PositiveInt = 10,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            ModelSettings(model, **kwargs),
+            lr,
+            micro_batch_tokens=micro_batch_tokens,
+            optimizer=optimizer,
+            lr_schedule=lr_schedule,
+            warmup_steps=warmup_steps,
+            min_lr_ratio=min_lr_ratio,
+            max_grad_norm=max_grad_norm,
+            max_skipped_steps=max_skipped_steps,
+        )
+        self.step_lengths: list[int] = []
+        self._validation: Metrics | None = None
+
+    def setup(self, stage: str) -> None:
+        """Refuse what cannot work before any weights are loaded.
+
+        Raises:
+            ValueError: the data's longest sequence is too long for the model, or its longest example for a micro-batch.
+        """
+        limit, data = self.check_models(), getattr(self.trainer, "datamodule", None)
+        longest, example = (getattr(data, name, 0) for name in ("longest_sequence", "longest_example"))
+        if longest > limit:
+            raise ValueError(
+                f"a sequence of {longest} tokens exceeds the model's {limit} positions: set data.max_length to {limit}"
+            )
+        if example > (budget := self.micro_batch_tokens * self.strategy.sequence_parallel_size):
+            raise ValueError(
+                f"an example of {example} tokens does not fit a micro-batch of {budget}: raise model.micro_batch_tokens, or set"
+                " data.max_length"
+            )
+
+    # -- one step ------------------------------------------------------------------------------------
+
+    @property
+    def root(self) -> nn.Module:
+        """The model that is trained."""
+        return self.actor
+
+    @abstractmethod
+    def loss(
+        self, examples: Examples, batch: MicroBatch, prepared: Any, metrics: Metrics, measured: bool
+    ) -> Float[Tensor, ""]:
+        """This micro-batch's part of the step's loss, Σ w · l; adds the metrics of its examples.
+
+        Args:
+            prepared: what `prepare` gave for this micro-batch.
+            measured: add metrics that cost time, too.
+        """
+
+    def prepare(self, batches: list[MicroBatch]) -> list[Any]:
+        """What the loss of each micro-batch needs and has no gradient."""
+        return [None] * len(batches)
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        examples: Examples = batch["examples"]
+        metrics = Metrics(self.device)
+        with self.phases("update"):
+            batches, spent = example_batches(examples, self.split, ends_only=self.ends_only)
+            for micro, prepared in zip(batches, self.prepare(batches), strict=True):
+                loss = self.loss(examples, micro, prepared, metrics, self.is_logging_iteration)
+                self.manual_backward(loss * self.trainer.world_size)
+            self.optimizer_step_of_iteration(metrics, last=True)
+            self.step_schedulers()
+        self.step_lengths = [len(sequence) for sequence in examples.sequences]
+        self.packing = {"real_tokens": sum(self.step_lengths), "padded_tokens": spent}
+        roles = self.learning_rates
+        reduced = metrics.reduce(self.strategy.all_reduce_dp)
+        named = {name if name.partition("/")[0] in roles else f"train/{name}": value for name, value in reduced.items()}
+        self.log_reduced(named, len(examples))
+        self.log("loss", reduced["loss"], prog_bar=True, logger=False, batch_size=len(examples))
+
+    # -- validation ----------------------------------------------------------------------------------
+
+    def on_validation_epoch_start(self) -> None:
+        self._validation = Metrics(self.device)
+
+    @torch.no_grad()
+    def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        examples: Examples = batch["examples"]
+        assert self._validation is not None
+        batches, _ = example_batches(examples, self.split, ends_only=self.ends_only)
+        for micro, prepared in zip(batches, self.prepare(batches), strict=True):
+            self.loss(examples, micro, prepared, self._validation, measured=True)
+        self.strategy.reshard(self.root)
+
+    def on_validation_epoch_end(self) -> None:
+        assert self._validation is not None
+        names = getattr(getattr(self.trainer, "datamodule", None), "val_names", None) or ["heldout"]
+        found = self.validated(self._validation.reduce(self.strategy.all_reduce_dp))
+        self.log_dict({f"val/{names[0]}/{name}": value for name, value in found.items()}, sync_dist=False, batch_size=1)
+        if self.trainer.state.fn != TrainerFn.FITTING:  # Lightning knows no other than 0
+            self.log("step", float(self.iteration), sync_dist=False, batch_size=1)
+
+    def validated(self, reduced: dict[str, float]) -> dict[str, float]:
+        """The metrics of a validation, from their means over all of it."""
+        return reduced
+
+    on_test_epoch_start = on_validation_epoch_start
+    test_step = validation_step
+    on_test_epoch_end = on_validation_epoch_end
