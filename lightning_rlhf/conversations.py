@@ -135,6 +135,11 @@ def template(messages: Sequence[Message], encoder: PromptEncoder) -> str:
         raise ValueError(f"is refused by the chat template: {first_line(error)}") from error
 
 
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """One piece, learned as a whole."""
+    return Piece("".join(piece.text for piece in pieces), True)
+
+
 def tokenise(rows: Sequence[Sequence[Piece]], encoder: PromptEncoder) -> list[Labelled]:
     """Token ids of rows of pieces, and which of them are learned. A row begins with the special tokens that a text does."""
     first = iter(encoder([row[0].text for row in rows]))

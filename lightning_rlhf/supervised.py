@@ -20,7 +20,7 @@ import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_rlhf.conversations import Labelled, Learned, Piece, demonstration, preference, tokenise
+from lightning_rlhf.conversations import Labelled, Learned, Piece, demonstration, joined, preference, tokenise
 from lightning_rlhf.data import PromptLoader, set_name, tokenizer_of
 from lightning_rlhf.images import pictures_of
 from lightning_rlhf.prompts import PromptEncoder
@@ -223,9 +223,8 @@ class SupervisedDataModule(pl.LightningDataModule, ABC):
             self.trainer.limit_val_batches = 0  # an empty loader would draw a warning, and hooks would run for nothing
         if validates and self.val_table is None:
             rows = self.val_rows or self.train_rows
-            self.val_table = self._table(
-                "validation", rows, range(size - self.val_size if rows is self.train_rows else 0, len(rows))
-            )
+            first = 0 if self.val_rows else size - self.val_size
+            self.val_table = self._table("validation", rows, range(first, len(rows)))
         if stage == "fit" and self.train_table is None:
             self.train_table = self._table("training", self.train_rows, range(size - self.val_size))
             if len(self.train_table) < self.batch_size:
@@ -235,8 +234,7 @@ class SupervisedDataModule(pl.LightningDataModule, ABC):
                 )
 
     def _table(self, which: str, rows: Rows, numbers: range) -> ExampleTable:
-        encoder = self._encoder
-        table = ExampleTable.build(rows, numbers, encoder, lambda row: self.pieces(row, encoder))
+        table = ExampleTable.build(rows, numbers, self._encoder, self._pieces)
         limit = self.max_length
         if limit is None or max(table.lengths, default=0) <= limit:
             return table
@@ -253,6 +251,13 @@ class SupervisedDataModule(pl.LightningDataModule, ABC):
             f"data: dropped {len(table) - len(kept)} of {len(table)} {which} rows, longer than {limit} tokens"
         )
         return kept
+
+    def _pieces(self, row: Row) -> Sequence[Sequence[Piece]]:
+        """For a module that reads whole sequences, each in one piece: as its scores will be asked for."""
+        sequences = self.pieces(row, self._encoder)
+        if not getattr(self.trainer and self.trainer.lightning_module, "ends_only", False):
+            return sequences
+        return [[joined(pieces)] for pieces in sequences]
 
     @cached_property
     def _encoder(self) -> PromptEncoder:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from lightning_rlhf.strategy import FSDPUlyssesStrategy
 
 
+SCORED = ("critic", "reward_model")
+"""Roles with a scalar head."""
+
+
 class ModelRoles(pl.LightningModule):
     """An actor and, where `needs_reference`, a frozen reference; a subclass with more models adds to the methods here.
 
@@ -50,7 +54,7 @@ class ModelRoles(pl.LightningModule):
 
     def check_models(self) -> int:
         """Refuse models that cannot be trained here before any weights are loaded; returns the longest sequence they take."""
-        roles = {(settings, name == "critic") for name, settings in self.roles.items()}
+        roles = {(settings, name in SCORED) for name, settings in self.roles.items()}
         return min(check_model(settings, self.strategy, critic=critic) for settings, critic in roles)
 
     @property
@@ -84,7 +88,9 @@ class ModelRoles(pl.LightningModule):
         return {
             "class": f"{type(self).__module__}.{type(self).__qualname__}",
             "precision": self.strategy.precision_plugin.precision,
-            "roles": {name: settings.description for name, settings in self.roles.items() if name != "reference"},
+            "roles": {
+                name: settings.description for name, settings in self.roles.items() if name in self.learning_rates
+            },
             "versions": versions(),
         }
 

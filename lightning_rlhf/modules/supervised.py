@@ -4,8 +4,8 @@
       → prepare: what needs no gradient
       → packed micro-batch: loss → backward;   clip → step
 
-As in `base`, the loss of a micro-batch is W · Σ w · l, with w the share of a token or pair in the GLOBAL step and W the ranks that
-FSDP averages over: results depend neither on the number of ranks nor on micro-batches. ``trainer.global_step`` counts steps.
+As in `base`, the loss of a micro-batch is W · Σ w · l, with w the share of a token or pair in the GLOBAL step and W the ranks
+that FSDP averages over: results depend neither on the number of ranks nor on micro-batches.
 """
 
 from __future__ import annotations
@@ -15,63 +15,30 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from lightning.pytorch.cli import OptimizerCallable
+from jsonargparse.typing import PositiveFloat
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_rlhf.modules.batching import MicroBatch, example_batches
 from lightning_rlhf.modules.metrics import Metrics
-from lightning_rlhf.modules.optimized import OptimizedRoles
-from lightning_rlhf.modules.schedules import Schedule
-from lightning_rlhf.modules.settings import ModelSettings
+from lightning_rlhf.modules.training import TrainedModule
 from lightning_rlhf.types import Examples
 
 
-class SupervisedLightningModule(OptimizedRoles):
+class SupervisedLightningModule(TrainedModule):
     """What SFT, reward model and DPO share; each is a `loss` and the metrics it adds.
 
     Args:
         model: local folder or hub id of the model to train, or ``random:tiny``.
-        micro_batch_tokens: token budget of one forward and backward pass on one GPU; must hold the longest example.
         lr: learning rate.
-        optimizer: called with parameter groups that carry their own rates: an ``lr`` given here is not used.
-        lr_schedule: over steps, see `modules.schedules`.
-        warmup_steps: steps of linear warm-up.
-        min_lr_ratio: share of the rate at the end of a linear or cosine schedule.
-        max_grad_norm: gradients are clipped to this norm; null switches it off.
-        max_skipped_steps: stop after so many steps in a row without a finite gradient.
-        **kwargs: how the model is built, see `ModelSettings`.
+        **kwargs: see `TrainedModule` (an iteration is an optimizer step here) and `ModelSettings`.
     """
 
     ends_only = False
     """Whether an example is read at the last tokens of its sequences, which are then tokenised as a whole."""
 
-    def __init__(
-        self,
-        model: str,
-        micro_batch_tokens: PositiveInt = 16384,
-        lr: PositiveFloat = 1e-5,
-        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, weight_decay=0.0, fused=True),
-        lr_schedule: Schedule = "constant",
-        warmup_steps: NonNegativeInt = 0,
-        min_lr_ratio: NonNegativeFloat = 0.0,
-        max_grad_norm: PositiveFloat | None = 1.0,
-        max_skipped_steps: PositiveInt = 10,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            ModelSettings(model, **kwargs),
-            lr,
-            micro_batch_tokens=micro_batch_tokens,
-            optimizer=optimizer,
-            lr_schedule=lr_schedule,
-            warmup_steps=warmup_steps,
-            min_lr_ratio=min_lr_ratio,
-            max_grad_norm=max_grad_norm,
-            max_skipped_steps=max_skipped_steps,
-        )
-        self.step_lengths: list[int] = []
+    def __init__(self, model: str, lr: PositiveFloat = 1e-5, **kwargs: Any) -> None:
+        super().__init__(model, lr=lr, **kwargs)
         self._validation: Metrics | None = None
 
     def setup(self, stage: str) -> None:
@@ -122,10 +89,10 @@ class SupervisedLightningModule(OptimizedRoles):
             for micro, prepared in zip(batches, self.prepare(batches), strict=True):
                 loss = self.loss(examples, micro, prepared, metrics, self.is_logging_iteration)
                 self.manual_backward(loss * self.trainer.world_size)
-            self.optimizer_step_of_iteration(metrics, last=True)
+            self.step_optimizer(metrics, last=True)
             self.step_schedulers()
-        self.step_lengths = [len(sequence) for sequence in examples.sequences]
-        self.packing = {"real_tokens": sum(self.step_lengths), "padded_tokens": spent}
+        self.lengths = [len(sequence) for sequence in examples.sequences]
+        self.packing = {"real_tokens": sum(self.lengths), "padded_tokens": spent}
         roles = self.learning_rates
         reduced = metrics.reduce(self.strategy.all_reduce_dp)
         named = {name if name.partition("/")[0] in roles else f"train/{name}": value for name, value in reduced.items()}
