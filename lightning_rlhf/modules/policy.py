@@ -8,7 +8,7 @@ sharded, allocated, and every rank reads its own slices of the safetensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_rlhf.hf_config import check_class
+from lightning_rlhf.hf_config import HeadKind, check_class
 from lightning_rlhf.images import auto_class, is_vision_language
 from lightning_rlhf.modules.execution import apply_execution, bucketed, check_execution, check_layers
 from lightning_rlhf.modules.head import LogProbHead
@@ -139,6 +139,8 @@ class Policy(_PackedModel):
     distributions (0 without ``with_entropy``), float32, (b, T); with ``with_top`` also where a token is the likeliest (1 or 0).
     """
 
+    head_kind: HeadKind = "tokens"
+
     def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, settings: ModelSettings) -> None:
         super().__init__(model, strategy, settings)
         LogProbHead.replace(model)
@@ -211,17 +213,34 @@ class Critic(_PackedModel):
 
     def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(transformers name, shard) pairs of a classification model, an adapter merged."""
-        pairs = self.model.named_parameters() if self.adapter is None else self.adapter.merged()
-        yield from ((self.prefix + name, parameter) for name, parameter in pairs)
-        yield from ((f"score.{name}", parameter) for name, parameter in self.value_head.named_parameters())
+        return scored_parameters(self)
 
     def hf_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """See `Policy.hf_named_buffers`."""
         yield from ((self.prefix + hf_name(name), buffer) for name, buffer in saved_buffers(self.model))
 
     @property
+    def head_kind(self) -> HeadKind:
+        return "score" if self.value_head.bias is None else "values"
+
+    @property
     def units(self) -> list[nn.Module]:
         return self.layers
+
+
+def scored_parameters(
+    critic: Any, value: Callable[[nn.Parameter], Tensor] = lambda p: p
+) -> Iterator[tuple[str, Tensor]]:
+    """(transformers name, tensor) pairs of a critic, sharded or not.
+
+    Args:
+        value: of a parameter, asked for once each.
+    """
+    if critic.adapter is not None:
+        yield from ((critic.prefix + name, tensor) for name, tensor in critic.adapter.merged(value))
+    else:
+        yield from ((critic.prefix + name, value(parameter)) for name, parameter in critic.model.named_parameters())
+    yield from ((f"score.{name}", value(parameter)) for name, parameter in critic.value_head.named_parameters())
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -256,6 +275,25 @@ def unsharded_actor(
         model = _causal_lm(settings, _stored_dtype(settings, precision), precision)
         LogProbHead.replace(model)
         return model, _adapter(model, settings, precision, source)
+
+
+class UnshardedCritic(nn.Module):
+    """A critic's parameters on the meta device, under the names that they have in a run."""
+
+    def __init__(self, settings: ModelSettings, precision: FSDP2Precision, bias: bool) -> None:
+        super().__init__()
+        with meta_parameters():
+            causal = _causal_lm(settings, _stored_dtype(settings, precision), precision)
+            self.model, self.prefix = causal.base_model, f"{causal.base_model_prefix}."
+            self.adapter = None if settings.lora is None else _critic_adapter(causal, settings, precision)
+            self.value_head = nn.Linear(causal.config.get_text_config().hidden_size, 1, bias=bias, dtype=torch.float32)  # type: ignore[union-attr,operator,arg-type]
+
+
+def _critic_adapter(causal: nn.Module, settings: ModelSettings, precision: FSDP2Precision) -> Adapter:
+    """Of its own, always a new one."""
+    assert settings.lora is not None
+    fresh = replace(settings.lora, adapter=None)
+    return Adapter(causal, fresh, precision.param_dtype, part=causal.base_model)  # type: ignore[arg-type]
 
 
 def build_policy(
@@ -347,8 +385,7 @@ def _critic_on_meta(
         causal = _causal_lm(settings, frozen or _stored_dtype(settings, precision), precision)
         critic = Critic(causal.base_model, strategy, settings, f"{causal.base_model_prefix}.", bias)  # type: ignore[arg-type]
         if settings.lora is not None and frozen is None:
-            fresh = replace(settings.lora, adapter=None)
-            critic.adapter = Adapter(causal, fresh, precision.param_dtype, part=critic.model)
+            critic.adapter = _critic_adapter(causal, settings, precision)
     return critic
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtyping import Float
 from jsonargparse.typing import NonNegativeFloat
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics.classification import BinaryCalibrationError
 
 from lightning_rlhf.flops import Passes
@@ -51,7 +51,7 @@ class RewardModelLightningModule(SupervisedLightningModule):
         return {"reward_model": self.lr}
 
     @property
-    def root(self) -> nn.Module:
+    def root(self) -> Critic:
         return self.reward_model
 
     def configure_model(self) -> None:

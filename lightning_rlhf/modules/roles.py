@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 
 from lightning_rlhf.images import ImageEncoder
 from lightning_rlhf.manifest import RUN, check_resumed, versions
-from lightning_rlhf.modules.policy import Policy, build_policy, check_model
+from lightning_rlhf.modules.policy import Critic, Policy, build_policy, check_model
 from lightning_rlhf.modules.settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -69,6 +69,11 @@ class ModelRoles(pl.LightningModule):
     def learning_rates(self) -> dict[str, float]:
         """Of the trained roles."""
         return {"actor": self.lr}
+
+    @property
+    def root(self) -> Policy | Critic:
+        """The model that the run is for: what is exported."""
+        return self.actor
 
     def configure_model(self) -> None:
         if self.actor is not None:

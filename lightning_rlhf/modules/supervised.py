@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from jsonargparse.typing import PositiveFloat
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_rlhf.modules.batching import MicroBatch, example_batches
 from lightning_rlhf.modules.metrics import Metrics
@@ -60,11 +60,6 @@ class SupervisedLightningModule(TrainedModule):
             )
 
     # -- one step ------------------------------------------------------------------------------------
-
-    @property
-    def root(self) -> nn.Module:
-        """The model that is trained."""
-        return self.actor
 
     @abstractmethod
     def loss(
