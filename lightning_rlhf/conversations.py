@@ -67,8 +67,8 @@ def demonstration(row: Row, encoder: PromptEncoder, learned: Learned = "completi
     return [Piece(piece.text, True) for piece in pieces] if learned == "all" else pieces
 
 
-def preference(row: Row, encoder: PromptEncoder) -> tuple[list[Piece], list[Piece]]:
-    """The pieces of the better and of the worse answer of a row.
+def preference(row: Row) -> tuple[Any, Any, Any]:
+    """Prompt, better and worse answer of a row, each a text or messages.
 
     Raises:
         ValueError: it has none of the formats above, or the two answers are the same.
@@ -78,8 +78,6 @@ def preference(row: Row, encoder: PromptEncoder) -> tuple[list[Piece], list[Piec
         raise ValueError(
             f"needs chosen and rejected, and a prompt unless they are conversations; it has {_filled(row)}"
         )
-    if chosen == rejected:
-        raise ValueError("has the same chosen and rejected: drop it")
     if _is_whole(chosen) and _is_whole(rejected):  # a prompt beside them is their beginning once more
         chosen, rejected = _messages(chosen, "chosen"), _messages(rejected, "rejected")
         if chosen[:-1] != rejected[:-1]:
@@ -87,18 +85,37 @@ def preference(row: Row, encoder: PromptEncoder) -> tuple[list[Piece], list[Piec
         prompt, chosen, rejected = chosen[:-1], chosen[-1:], rejected[-1:]
     elif prompt is None:
         raise ValueError("needs a prompt, or a chosen and a rejected that are whole conversations")
-    return answer(prompt, chosen, encoder), answer(prompt, rejected, encoder)
+    if chosen == rejected:
+        raise ValueError("has the same chosen and rejected: drop it")
+    return prompt, chosen, rejected
 
 
 def answer(prompt: Any, completion: Any, encoder: PromptEncoder) -> list[Piece]:
-    """Prompt and completion, each a text or messages. Text that the encoder does not wrap goes on as text."""
-    asked, reply = _checked(prompt, "prompt"), _checked(completion, "answer")
+    """Prompt and completion, each a text or messages; the completion is learned."""
+    before = encoder.render(_sides(prompt, completion, encoder)[0])
+    return [Piece(before, False), Piece(_rest(whole(prompt, completion, encoder), before), True)]
+
+
+def whole(prompt: Any, completion: Any, encoder: PromptEncoder) -> str:
+    """The same in one text, with what ends the answer: as reward models read it."""
+    asked, reply = _sides(prompt, completion, encoder)
+    if isinstance(asked, str):
+        return f"{encoder.render(asked)}{reply}{_eos(encoder)}"
+    if asked[-1]["role"] == "assistant" and isinstance(completion, str):  # the prompt was the beginning of the answer
+        return template([*asked[:-1], asked[-1] | {"content": asked[-1]["content"] + completion}], encoder)
+    return template([*asked, *reply], encoder)
+
+
+def _sides(prompt: Any, completion: Any, encoder: PromptEncoder) -> tuple[Any, Any]:
+    """Both as texts, or both as messages where one of them is, or the encoder wraps texts."""
+    asked = _checked(prompt, "prompt")
+    reply = completion if isinstance(completion, str) else _messages(completion, "answer")
     if isinstance(asked, str) and isinstance(reply, str) and not encoder.chat_template:
-        return [Piece(encoder.render(asked), False), Piece(reply + _eos(encoder), True)]
-    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-    replies = [{"role": "assistant", "content": reply}] if isinstance(reply, str) else reply
-    before = encoder.render(messages)
-    return [Piece(before, False), Piece(_rest(template([*messages, *replies], encoder), before), True)]
+        return asked, reply
+    return (
+        [{"role": "user", "content": asked}] if isinstance(asked, str) else asked,
+        [{"role": "assistant", "content": reply}] if isinstance(reply, str) else reply,
+    )
 
 
 def turns(messages: Sequence[Message], encoder: PromptEncoder) -> list[Piece]:
@@ -133,11 +150,6 @@ def template(messages: Sequence[Message], encoder: PromptEncoder) -> str:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **(encoder.template_args or {})))
     except Exception as error:
         raise ValueError(f"is refused by the chat template: {first_line(error)}") from error
-
-
-def joined(pieces: Sequence[Piece]) -> Piece:
-    """One piece, learned as a whole."""
-    return Piece("".join(piece.text for piece in pieces), True)
 
 
 def tokenise(rows: Sequence[Sequence[Piece]], encoder: PromptEncoder) -> list[Labelled]:

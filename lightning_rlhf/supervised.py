@@ -20,7 +20,7 @@ import torch
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_rlhf.conversations import Labelled, Learned, Piece, demonstration, joined, preference, tokenise
+from lightning_rlhf.conversations import Labelled, Learned, Piece, answer, demonstration, preference, tokenise, whole
 from lightning_rlhf.data import PromptLoader, set_name, tokenizer_of
 from lightning_rlhf.images import pictures_of
 from lightning_rlhf.prompts import PromptEncoder
@@ -183,7 +183,7 @@ class SupervisedDataModule(pl.LightningDataModule, ABC):
         self.val_table: ExampleTable | None = None
 
     @abstractmethod
-    def pieces(self, row: Row, encoder: PromptEncoder) -> Sequence[Sequence[Piece]]:
+    def pieces(self, row: Row) -> Sequence[Sequence[Piece]]:
         """The sequences of a row's example, in pieces.
 
         Raises:
@@ -234,7 +234,7 @@ class SupervisedDataModule(pl.LightningDataModule, ABC):
                 )
 
     def _table(self, which: str, rows: Rows, numbers: range) -> ExampleTable:
-        table = ExampleTable.build(rows, numbers, self._encoder, self._pieces)
+        table = ExampleTable.build(rows, numbers, self._encoder, self.pieces)
         limit = self.max_length
         if limit is None or max(table.lengths, default=0) <= limit:
             return table
@@ -251,13 +251,6 @@ class SupervisedDataModule(pl.LightningDataModule, ABC):
             f"data: dropped {len(table) - len(kept)} of {len(table)} {which} rows, longer than {limit} tokens"
         )
         return kept
-
-    def _pieces(self, row: Row) -> Sequence[Sequence[Piece]]:
-        """For a module that reads whole sequences, each in one piece: as its scores will be asked for."""
-        sequences = self.pieces(row, self._encoder)
-        if not getattr(self.trainer and self.trainer.lightning_module, "ends_only", False):
-            return sequences
-        return [[joined(pieces)] for pieces in sequences]
 
     @cached_property
     def _encoder(self) -> PromptEncoder:
@@ -325,8 +318,8 @@ class SFTDataModule(SupervisedDataModule):
         super().__init__(path, **kwargs)
         self.train_on = train_on
 
-    def pieces(self, row: Row, encoder: PromptEncoder) -> Sequence[Sequence[Piece]]:
-        return [demonstration(row, encoder, self.train_on)]
+    def pieces(self, row: Row) -> Sequence[Sequence[Piece]]:
+        return [demonstration(row, self._encoder, self.train_on)]
 
 
 class PreferenceDataModule(SupervisedDataModule):
@@ -339,5 +332,9 @@ class PreferenceDataModule(SupervisedDataModule):
     def __init__(self, path: str, **kwargs: Any) -> None:
         super().__init__(path, **kwargs)
 
-    def pieces(self, row: Row, encoder: PromptEncoder) -> Sequence[Sequence[Piece]]:
-        return preference(row, encoder)
+    def pieces(self, row: Row) -> Sequence[Sequence[Piece]]:
+        prompt, *sides = preference(row)
+        module = self.trainer and self.trainer.lightning_module
+        if getattr(module, "ends_only", False):  # in one piece, as scores will be asked for
+            return [[Piece(whole(prompt, side, self._encoder), True)] for side in sides]
+        return [answer(prompt, side, self._encoder) for side in sides]

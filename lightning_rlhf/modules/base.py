@@ -121,7 +121,8 @@ class RLHFLightningModule(ScoredModule):
         self.alarms = Alarms()
         # what callbacks add to an iteration's metrics, and what they may read of the last one
         self.extra_metrics: dict[str, float] = {}
-        if self.settings.offload_reference and (self.settings.lora is not None or not self.needs_reference):
+        none = self.settings.lora is not None or not self.needs_reference
+        if self.settings.offload_reference and none and self.frozen_reward is None:
             why = "model.kl.coef is 0" if not self.needs_reference else "model.lora is set"
             rank_zero_warn(f"model.offload_reference moves nothing: {why}, so no reference is loaded")
         self.last_experience: Experience

@@ -258,7 +258,12 @@ def check_model(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, criti
     """
     root = _critic_on_meta(settings, strategy) if critic else _policy_on_meta(settings, strategy, frozen=False)
     check_layers(root.model, root.layers, settings)
-    text = root.model.config.get_text_config()  # type: ignore[union-attr,operator]
+    return longest_sequence(root.model.config)
+
+
+def longest_sequence(config: Any) -> int:
+    """Tokens that a model of this transformers config takes, and that may be packed with others."""
+    text = config.get_text_config()
     limits = (getattr(text, "max_position_embeddings", None), position_limit(text))
     return min(limit or 2**31 for limit in limits)
 
@@ -286,7 +291,7 @@ class UnshardedCritic(nn.Module):
             causal = _causal_lm(settings, _stored_dtype(settings, precision), precision)
             self.model, self.prefix = causal.base_model, f"{causal.base_model_prefix}."
             self.adapter = None if settings.lora is None else _critic_adapter(causal, settings, precision)
-            self.value_head = nn.Linear(causal.config.get_text_config().hidden_size, 1, bias=bias, dtype=torch.float32)  # type: ignore[union-attr,operator,arg-type]
+            self.value_head = nn.Linear(causal.config.get_text_config().hidden_size, 1, bias=bias, dtype=torch.float32)  # type: ignore[union-attr,operator]
 
 
 def _critic_adapter(causal: nn.Module, settings: ModelSettings, precision: FSDP2Precision) -> Adapter:

@@ -53,9 +53,10 @@ class ModelRoles(pl.LightningModule):
         return False
 
     def check_models(self) -> int:
-        """Refuse models that cannot be trained here before any weights are loaded; returns the longest sequence they take."""
+        """Refuse models that cannot be trained here before any weights are loaded; returns the longest sequence that fits."""
         roles = {(settings, name in SCORED) for name, settings in self.roles.items()}
-        return min(check_model(settings, self.strategy, critic=critic) for settings, critic in roles)
+        limits = [(settings, check_model(settings, self.strategy, critic=critic)) for settings, critic in roles]
+        return min(limit for settings, limit in limits if settings.reads_policy_tokens)
 
     @property
     def roles(self) -> dict[str, ModelSettings]:

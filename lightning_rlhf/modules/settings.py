@@ -120,6 +120,9 @@ class ModelSettings:
     key: ClassVar[str] = "model.model"
     """What ``model`` is called in the configuration."""
 
+    reads_policy_tokens: ClassVar[bool] = True
+    """Whether sequences of the run go into it as they are."""
+
     model: str
     attention: str = "auto"
     gradient_checkpointing: Recomputed | bool = "off"
