@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.modules.base import RLHFLightningModule
     from lightning_rlhf.modules.correction import Correction
     from lightning_rlhf.modules.dpo import DPOLightningModule
+    from lightning_rlhf.modules.frozen_reward import FrozenRewardModel
     from lightning_rlhf.modules.grpo import GRPOLightningModule
     from lightning_rlhf.modules.kl import KL
     from lightning_rlhf.modules.policy import Critic, Policy, build_critic, build_policy
@@ -49,6 +50,7 @@ _HOMES = {
     "modules.base": ["RLHFLightningModule"],
     "modules.correction": ["Correction"],
     "modules.dpo": ["DPOLightningModule"],
+    "modules.frozen_reward": ["FrozenRewardModel"],
     "modules.grpo": ["GRPOLightningModule"],
     "modules.kl": ["KL"],
     "modules.policy": ["Critic", "Policy", "build_critic", "build_policy"],

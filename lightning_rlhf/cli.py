@@ -36,6 +36,7 @@ from lightning_rlhf.callbacks.watchdog import Watchdog, must_end
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.modules.base import RLHFLightningModule
 from lightning_rlhf.modules.dpo import DPOLightningModule
+from lightning_rlhf.modules.frozen_reward import FrozenRewardModel
 from lightning_rlhf.modules.kl import KL
 from lightning_rlhf.modules.ppo import PPOLightningModule
 from lightning_rlhf.modules.reward_model import RewardModelLightningModule
@@ -312,6 +313,7 @@ def _suggestion(text: str) -> str:
         Sampling,
         KL,
         LoRA,
+        FrozenRewardModel,
         pl.Trainer,
     )
     known = {name for c in classes for name in inspect.signature(c).parameters}
