@@ -28,11 +28,20 @@ def demonstrations() -> list[dict[str, str]]:
     return [{"prompt": _prompt(rng.choice(NAMES)), "completion": _answer(rng)} for _ in range(1024)]
 
 
+def _misspelled(rng: random.Random, text: str) -> str:
+    """A piece of it twice, or left out."""
+    start = rng.randrange(len(text) - 1)
+    end = rng.randrange(start + 1, min(start + 6, len(text)) + 1)
+    return text[:start] + rng.choice((text[start:end] * 2, "")) + text[end:]
+
+
 def pairs() -> list[dict[str, str]]:
-    """Of two answers the friendlier one is chosen."""
+    """The friendlier answer is chosen, or the one that is spelled right: what is never rejected, PPO would find."""
     rng, rows = random.Random(1), []
-    while len(rows) < 512:
+    while len(rows) < 1024:
         better, worse = sorted((_answer(rng), _answer(rng)), key=friendly, reverse=True)
+        if len(rows) % 2:
+            worse = _misspelled(rng, better)
         if friendly(better) > friendly(worse):
             rows.append({"prompt": _prompt(rng.choice(NAMES)), "chosen": better, "rejected": worse})
     return rows
