@@ -16,7 +16,13 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger
 from toys import command, spawn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GraniteConfig,
+    LlamaConfig,
+)
 
 from lightning_rlhf import (
     DPOLightningModule,
@@ -404,3 +410,12 @@ def test_a_plan_says_that_it_is_for_rollouts(capfd):
 def test_what_cannot_work_is_refused_before_the_model_is_loaded(kind, options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         train(kind, tmp_path, 1, model=options)
+
+
+def test_a_reward_model_that_could_not_be_loaded_is_refused_before_its_weights_are(tmp_path):
+    size = len(write_byte_tokenizer(tmp_path / "granite"))
+    GraniteConfig(vocab_size=size, hidden_size=32, num_attention_heads=2).save_pretrained(tmp_path / "granite")
+    with pytest.raises(
+        NotImplementedError, match="has no sequence-classification model for a granite, the result could not"
+    ):
+        train("reward", tmp_path / "run", 1, model={"model": str(tmp_path / "granite")})

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from test_policy import strategy_of
+from test_runs import QUIET, assert_equal_runs, run
 from toys import TINY_MODULE, even_tokens, fit, spawn
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer, LlamaConfig
 
@@ -62,27 +63,20 @@ def stock_scores(folder: str, texts: list[str], dtype: torch.dtype) -> torch.Ten
         return torch.tensor([model(torch.tensor([tokenizer.encode(text)])).logits.item() for text in texts])
 
 
-def own_scores(rank: int, folder: str, ranks: int, tokens: int, sizes: dict[str, int]) -> list[torch.Tensor]:
-    """In float32 and in bfloat16, of the responses that this data rank has."""
-    strategy, model = strategy_of(ranks, **sizes), FrozenRewardModel(folder)
+def own_scores(
+    rank: int, folder: str, ranks: int, tokens: int, sizes: dict[str, int], precision: str = "32-true"
+) -> torch.Tensor:
+    """Of the responses that this data rank has, 0 elsewhere."""
+    strategy, model = strategy_of(ranks, precision=precision, **sizes), FrozenRewardModel(folder)
     mine = [i for i in range(3) if i % strategy.dp_size == strategy.dp_rank]
     ids = model.token_ids([PROMPTS[i] for i in mine], [TEXTS[i] for i in mine])
-    split = Split(
-        strategy.dp_size,
-        strategy.dp_rank,
-        strategy.sequence_parallel_size,
-        strategy.sp_rank,
-        tokens,
-        float,
-        strategy.root_device,
-    )
-    settings = model.settings(ModelSettings("random:tiny"))
-    roots = (build_reward_model(settings, strategy, dtype) for dtype in (torch.float32, torch.bfloat16))
-    found = [scores_of_all(root, ids, strategy, split, 64) for root in roots]
-    return [torch.full((3,), 0.0).index_copy(0, torch.tensor(mine), scores) for scores in found]
+    places = strategy.dp_size, strategy.dp_rank, strategy.sequence_parallel_size, strategy.sp_rank
+    root = build_reward_model(model.settings(ModelSettings("random:tiny")), strategy)
+    scores = scores_of_all(root, ids, strategy, Split(*places, tokens, float, strategy.root_device), 64)
+    return torch.zeros(3).index_copy(0, torch.tensor(mine), scores)
 
 
-def on_meshes(rank: int, folder: str) -> list[list[torch.Tensor]]:
+def on_meshes(rank: int, folder: str) -> list[torch.Tensor]:
     return [own_scores(rank, folder, 2, 40, sizes) for sizes in ({}, {"sequence_parallel_size": 2})]
 
 
@@ -98,10 +92,9 @@ def test_scores_are_those_of_transformers_in_its_own_template_on_any_mesh(tmp_pa
     exact, rounded = (stock_scores(folder, texts, dtype) for dtype in (torch.float32, torch.bfloat16))
     assert exact.unique().numel() == 3
     shared = spawn(on_meshes, 2, folder)
-    different = [sum(both) for both in zip(*(rank[0] for rank in shared), strict=True)]
-    for scores in (own_scores(0, folder, 1, 4096, {}), different, shared[0][1], shared[1][1]):
-        torch.testing.assert_close(scores[0], exact, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(scores[1], rounded, rtol=0.05, atol=0.02)
+    for scores in (own_scores(0, folder, 1, 4096, {}), shared[0][0] + shared[1][0], shared[0][1], shared[1][1]):
+        torch.testing.assert_close(scores, exact, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(own_scores(0, folder, 1, 40, {}, "bf16-mixed"), rounded, rtol=0.05, atol=0.02)
 
 
 def test_a_sequence_that_the_model_cannot_take_has_no_score(tmp_path):
@@ -136,6 +129,24 @@ def test_it_is_summed_with_the_functions_by_weight_and_the_policy_follows_it(tmp
     assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 2 * rows[0]["reward/std"]
     assert not any(p.requires_grad for p in alone.reward_model.parameters())
     assert alone.description["roles"].keys() == {"actor"}  # what is frozen is in no checkpoint
+
+
+@pytest.mark.slow
+def test_a_run_with_one_does_not_depend_on_the_split(tmp_path):
+    """Two data ranks, and two ranks that share each sequence, with validation."""
+    options = [
+        *QUIET,
+        f"--model.reward_model.model={reward_model(tmp_path / 'rm')}",
+        f"--model.critic={tmp_path / 'rm'}",
+    ]
+    options += ["--data.max_prompt_length=40", "--trainer.max_steps=2", "--trainer.val_check_interval=2"]
+    options += ["--model.reward_model.chat_template=true"]
+    one = run(tmp_path / "one", "tiny_ppo.yaml", *options)
+    assert "val/heldout/reward_model" in one[-1]
+    two = ["--trainer.devices=2"]
+    assert_equal_runs(one, run(tmp_path / "dp", "tiny_ppo.yaml", *options, *two), 1e-4)
+    sp = "--trainer.strategy.sequence_parallel_size=2"
+    assert_equal_runs(one, run(tmp_path / "sp", "tiny_ppo.yaml", *options, *two, sp), 1e-4)
 
 
 def test_offloaded_shards_give_the_same_scores(tmp_path):
@@ -205,6 +216,8 @@ def test_ppo_starts_from_a_reward_model_and_its_critic_is_exported(tmp_path):
         assert model.score.bias.item() != 0.0
     with pytest.raises(ValueError, match=r"--role: .* has no reward_model, it has actor and critic"):
         export_checkpoint(str(checkpoint), str(tmp_path / "other"), role="reward_model")
+    with pytest.raises(ValueError, match="is a critic, its head has a bias: take a sequence-classification model"):
+        build_reward_model(ModelSettings(str(here / "out")), strategy_of(1))
     again = build_critic(ModelSettings(str(here / "out")), strategy_of(1))
     torch.testing.assert_close(again(pack([ids], [1]))[0], values, rtol=1e-4, atol=1e-5)
 

@@ -150,6 +150,10 @@ def write_folder(
     """
     with _appearing_whole(target) as draft:
         model = _skeleton(model_path, trust_remote_code, config_overrides, dtype, head)
+        if head != "tokens" and (unknown := sorted(weights.keys() - model.state_dict().keys())):
+            raise NotImplementedError(
+                f"transformers' {type(model).__name__} has no {unknown[0]}, it would lose the head"
+            )
         if model.config.pad_token_id is None and head == "score":  # by which transformers finds the last token
             model.config.pad_token_id = tokenizer.pad_token_id
         tied = getattr(model, "all_tied_weights_keys", None) or {}

@@ -2,7 +2,7 @@
 
     prompts, response texts ─▶ its template, its token ids ─▶ all data ranks' ─▶ packing plan ─▶ scores (B,) of this rank
 
-As the policy's micro-batches, streams are balanced over data ranks and sequence-sharded; weights are bfloat16, the head float32.
+As the policy's micro-batches, streams are balanced over data ranks and sequence-sharded; the head is float32.
 """
 
 from __future__ import annotations
@@ -84,10 +84,8 @@ class FrozenRewardModel:
         return [torch.tensor(row.ids, dtype=torch.long) for row in tokenise(pieces, self.encoder)]
 
 
-def build_reward_model(
-    settings: ModelSettings, strategy: FSDPUlyssesStrategy, dtype: torch.dtype = torch.bfloat16
-) -> Critic:
-    """Sharded and frozen, its backbone in ``dtype``.
+def build_reward_model(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> Critic:
+    """Sharded and frozen, its backbone in the run's compute dtype: bfloat16, but for 32-true.
 
     Raises:
         ValueError: the folder is of a language model.
@@ -97,6 +95,7 @@ def build_reward_model(
             f"{settings.key}: {settings.model!r} is a {', '.join(settings.config.architectures or ['model without head'])}, it"
             " must be a sequence-classification model with one label: train one, see docs/classical.md"
         )
+    dtype = strategy.precision_plugin.compute_dtype
     return build_critic(settings, strategy, bias=False, frozen=dtype, role="reward model")
 
 

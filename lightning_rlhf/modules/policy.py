@@ -347,7 +347,7 @@ def build_critic(
     strategy.shard_float32(critic.value_head, on_host)
     critic.shard(strategy, frozen=frozen is not None, on_host=on_host)
     strategy.materialize(critic, on_host=on_host)
-    stored = head_names(settings)
+    stored = head_names(settings, bias)
     new = tuple(n for n, _ in critic.named_parameters() if n.startswith("value_head.") and n not in stored)
 
     def in_folder(name: str) -> str:

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from jsonargparse.typing import NonNegativeFloat
 from torch import Tensor
 from torchmetrics.classification import BinaryCalibrationError
+from transformers import AutoModelForSequenceClassification
 
 from lightning_rlhf.flops import Passes
 from lightning_rlhf.modules.batching import MicroBatch
@@ -53,6 +54,14 @@ class RewardModelLightningModule(SupervisedLightningModule):
     @property
     def root(self) -> Critic:
         return self.reward_model
+
+    def check_models(self) -> int:
+        if type(self.settings.config) not in AutoModelForSequenceClassification._model_mapping:
+            raise NotImplementedError(
+                f"{self.settings.key}: transformers has no sequence-classification model for a"
+                f" {self.settings.config.model_type}, the result could not be loaded: take another model"
+            )
+        return super().check_models()
 
     def configure_model(self) -> None:
         if self.reward_model is None:

@@ -31,11 +31,14 @@ def is_scored(settings: ModelSettings) -> bool:
     return any(name.endswith(_KINDS) for name in settings.config.architectures or ())
 
 
-def head_names(settings: ModelSettings) -> dict[str, str]:
+def head_names(settings: ModelSettings, bias: bool) -> dict[str, str]:
     """Names of the head's parameters here and in the folder; empty for a language model, which has no such head.
 
+    Args:
+        bias: whether there is one here.
+
     Raises:
-        ValueError: the head has more than one output, or is not found.
+        ValueError: the head has more than one output, a bias that has no place here, or is not found.
     """
     if not is_scored(settings):
         return {}
@@ -52,6 +55,10 @@ def head_names(settings: ModelSettings) -> dict[str, str]:
     if labels != 1:
         raise ValueError(
             f"{settings.key}: {settings.model!r} has {labels} labels, it must have one: take another model"
+        )
+    if "score.bias" in stored and not bias:
+        raise ValueError(
+            f"{settings.key}: {settings.model!r} is a critic, its head has a bias: take a sequence-classification model"
         )
     return {f"value_head.{n}": f"score.{n}" for n in ("weight", "bias") if f"score.{n}" in stored}
 
