@@ -67,6 +67,8 @@ class HFExport(pl.Callback):
             raise ValueError(f"HFExport writes to local folders only, got {str(self.dirpath)!r}: set its dirpath")
         if self.adapter and pl_module.settings.lora is None:
             raise ValueError("HFExport.adapter needs a run with LoRA: set model.lora, or leave it out")
+        if self.adapter and "actor" not in pl_module.roles:
+            raise ValueError("HFExport.adapter is for a policy, a reward model is written merged: leave it out")
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.every_n_iterations and trainer.global_step % self.every_n_iterations == 0:
@@ -154,7 +156,7 @@ def write_folder(
             raise NotImplementedError(
                 f"transformers' {type(model).__name__} has no {unknown[0]}, it would lose the head"
             )
-        if model.config.pad_token_id is None and head == "score":  # by which transformers finds the last token
+        if head == "score" and model.config.pad_token_id is None:  # by which transformers finds the last token
             model.config.pad_token_id = tokenizer.pad_token_id
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         model.save_pretrained(draft, state_dict={n: t for n, t in weights.items() if n not in tied})

@@ -83,12 +83,15 @@ def check_same_vocabulary(critic: ModelSettings, policy: ModelSettings) -> None:
     Raises:
         ValueError: its tokenizer gives them another meaning.
     """
-    from transformers import AutoTokenizer
-
-    own, theirs = (
-        AutoTokenizer.from_pretrained(one.path, trust_remote_code=one.trust_remote_code).get_vocab()
-        for one in (critic, policy)
-    )
+    own, theirs = (_vocabulary(one) for one in (critic, policy))
+    if own is None or theirs is None:  # a folder without a tokenizer: all that is known is how many ids there are
+        sizes = [one.config.get_text_config().vocab_size for one in (critic, policy)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"{critic.key}: {critic.model!r} has {sizes[0]} token ids, the policy's {policy.model!r} has {sizes[1]}. A critic"
+                " reads the policy's token ids: take a model of the same family"
+            )
+        return
     if own == theirs:
         return
     token = min(t for t in own.keys() | theirs.keys() if own.get(t) != theirs.get(t))
@@ -97,3 +100,12 @@ def check_same_vocabulary(critic: ModelSettings, policy: ModelSettings) -> None:
         f" {own.get(token)} there and {theirs.get(token)} here. A critic reads the policy's token ids: take a model of the same"
         " family"
     )
+
+
+def _vocabulary(settings: ModelSettings) -> dict[str, int] | None:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code).get_vocab()
+    except (OSError, ValueError):
+        return None
