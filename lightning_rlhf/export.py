@@ -30,9 +30,10 @@ from lightning_rlhf.callbacks.checkpoint import latest_complete
 from lightning_rlhf.callbacks.hf_export import gather_on_host, write_adapter, write_folder
 from lightning_rlhf.hf_config import HeadKind
 from lightning_rlhf.manifest import RUN
+from lightning_rlhf.modules.critic import UnshardedCritic, scored_parameters
 from lightning_rlhf.modules.loading import pretrained_tensors
 from lightning_rlhf.modules.lora import Adapter, hf_name, parameters_with_names
-from lightning_rlhf.modules.policy import UnshardedCritic, saved_buffers, scored_parameters, unsharded_actor
+from lightning_rlhf.modules.policy import saved_buffers, unsharded_actor
 from lightning_rlhf.modules.settings import LoRA, ModelSettings
 from lightning_rlhf.paths import local_path
 from lightning_rlhf.plan.offline import precision_name

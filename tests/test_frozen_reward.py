@@ -15,8 +15,8 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from lightning_rlhf import GRPOLightningModule, IterationCheckpoint, LoRA, ModelSettings, PPOLightningModule
 from lightning_rlhf.export import export_checkpoint
 from lightning_rlhf.modules.batching import Split
+from lightning_rlhf.modules.critic import build_critic, check_model
 from lightning_rlhf.modules.frozen_reward import FrozenRewardModel, build_reward_model, scores_of_all
-from lightning_rlhf.modules.policy import build_critic, check_model
 from lightning_rlhf.packing import pack, pack_ends
 from lightning_rlhf.tiny import write_byte_tokenizer
 

@@ -30,12 +30,13 @@ from lightning_rlhf.modules import advantages, losses
 from lightning_rlhf.modules.aggregation import Aggregation, token_weights, weighted
 from lightning_rlhf.modules.batching import MicroBatch, micro_batches, mini_batches
 from lightning_rlhf.modules.correction import Correction, add_off_policy, importance_weights, kept, mean_weight
+from lightning_rlhf.modules.critic import Critic
 from lightning_rlhf.modules.experience import gather_experience
 from lightning_rlhf.modules.functions import check_options, function_named
 from lightning_rlhf.modules.kl import KL, kl_estimate
 from lightning_rlhf.modules.losses import OWN_AGGREGATION, SELECTIONS
 from lightning_rlhf.modules.metrics import Metrics
-from lightning_rlhf.modules.policy import Critic, Policy
+from lightning_rlhf.modules.policy import Policy
 from lightning_rlhf.modules.report import (
     Alarms,
     add_completions,

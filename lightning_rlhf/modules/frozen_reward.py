@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_rlhf.conversations import Piece, tokenise, whole
 from lightning_rlhf.modules.batching import Split, example_batches
-from lightning_rlhf.modules.policy import Critic, build_critic
+from lightning_rlhf.modules.critic import Critic, build_critic
 from lightning_rlhf.modules.score_head import is_scored
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.prompts import PromptEncoder

@@ -16,9 +16,9 @@ from lightning_rlhf.flops import Passes
 from lightning_rlhf.modules.advantages import masked_mean, masked_whiten
 from lightning_rlhf.modules.base import RLHFLightningModule
 from lightning_rlhf.modules.batching import MicroBatch
+from lightning_rlhf.modules.critic import Critic, build_critic
 from lightning_rlhf.modules.losses import value_loss
 from lightning_rlhf.modules.metrics import Metrics
-from lightning_rlhf.modules.policy import Critic, build_critic
 from lightning_rlhf.modules.score_head import check_same_vocabulary
 from lightning_rlhf.modules.settings import CriticSettings, ModelSettings
 from lightning_rlhf.types import Experience

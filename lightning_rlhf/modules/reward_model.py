@@ -13,8 +13,8 @@ from transformers import AutoModelForSequenceClassification
 
 from lightning_rlhf.flops import Passes
 from lightning_rlhf.modules.batching import MicroBatch
+from lightning_rlhf.modules.critic import Critic, build_critic
 from lightning_rlhf.modules.metrics import Metrics
-from lightning_rlhf.modules.policy import Critic, build_critic
 from lightning_rlhf.modules.preferences import bradley_terry
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.modules.supervised import SupervisedLightningModule

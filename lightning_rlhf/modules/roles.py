@@ -15,7 +15,8 @@ import lightning.pytorch as pl
 
 from lightning_rlhf.images import ImageEncoder
 from lightning_rlhf.manifest import RUN, check_resumed, versions
-from lightning_rlhf.modules.policy import Critic, Policy, build_policy, check_model
+from lightning_rlhf.modules.critic import Critic, check_model
+from lightning_rlhf.modules.policy import Policy, build_policy
 from lightning_rlhf.modules.settings import ModelSettings
 
 if TYPE_CHECKING:

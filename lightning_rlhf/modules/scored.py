@@ -11,8 +11,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_rlhf.modules.critic import Critic
 from lightning_rlhf.modules.frozen_reward import FrozenRewardModel, build_reward_model, scores_of_all
-from lightning_rlhf.modules.policy import Critic, longest_sequence
+from lightning_rlhf.modules.policy import longest_sequence
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.modules.training import TrainedModule
 from lightning_rlhf.modules.validation import ValidationMetrics

@@ -15,10 +15,11 @@ from lightning.pytorch.core.optimizer import do_nothing_closure
 
 from lightning_rlhf.flops import Passes, dims_of, frozen
 from lightning_rlhf.modules.batching import Split
+from lightning_rlhf.modules.critic import Critic
 from lightning_rlhf.modules.gradients import clip_roles
 from lightning_rlhf.modules.lora import trained_matrices
 from lightning_rlhf.modules.metrics import Metrics
-from lightning_rlhf.modules.policy import Critic, Policy
+from lightning_rlhf.modules.policy import Policy
 from lightning_rlhf.modules.roles import ModelRoles
 from lightning_rlhf.modules.schedules import Schedule, warmup_schedule
 from lightning_rlhf.modules.settings import ModelSettings
