@@ -50,6 +50,9 @@ class SupervisedDataModule(pl.LightningDataModule, ABC):
         ValueError: settings that exclude each other.
     """
 
+    example_size = 1
+    """Sequences of an example."""
+
     def __init__(
         self,
         path: str,
@@ -227,6 +230,8 @@ class PreferenceDataModule(SupervisedDataModule):
     Args:
         **kwargs: see `SupervisedDataModule`.
     """
+
+    example_size = 2
 
     def __init__(self, path: str, **kwargs: Any) -> None:
         super().__init__(path, **kwargs)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from classical import KINDS, demonstrations, head_of, learned, pairs, train
-from toys import command, spawn
+from toys import command, quiet_trainer, spawn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, GraniteConfig
 
-from lightning_rlhf import LoRA
+from lightning_rlhf import LoRA, PreferenceDataModule, PromptDataModule, SFTDataModule
 from lightning_rlhf.cli import main
 from lightning_rlhf.export import export_checkpoint
 from lightning_rlhf.tiny import write_byte_tokenizer
@@ -150,6 +150,27 @@ def test_an_exported_reward_model_scores_in_transformers_as_it_did_here(lora, tm
         assert rows[-1][f"val/heldout/rewards/{side}"] == pytest.approx(mean, rel=1e-4, abs=1e-5)
     more, _ = train("reward", tmp_path / "more", 1, model={"model": folder, "lr": 1e-9})
     torch.testing.assert_close(head_of(more), model.score.weight[0].detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "other", "message"),
+    [
+        (
+            "reward",
+            SFTDataModule("classical.demonstrations", batch_size=2),
+            "needs data.class_path: lightning_rlhf.PreferenceDataModule",
+        ),
+        (
+            "sft",
+            PreferenceDataModule("classical.pairs", batch_size=2),
+            "needs data.class_path: lightning_rlhf.SFTDataModule, or one of",
+        ),
+        ("sft", PromptDataModule("toys.prompts", batch_size=2), "whose example_size is 1, got PromptDataModule"),
+    ],
+)
+def test_data_of_another_kind_is_refused(kind, other, message):
+    with pytest.raises(ValueError, match=message):
+        quiet_trainer(max_steps=1).fit(KINDS[kind][0]("random:tiny"), datamodule=other)
 
 
 def test_a_plan_says_that_it_is_for_rollouts(capfd):

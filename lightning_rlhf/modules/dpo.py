@@ -33,6 +33,8 @@ class DPOLightningModule(SupervisedLightningModule):
         **kwargs: see `SupervisedLightningModule`.
     """
 
+    example_size = 2
+
     def __init__(
         self,
         model: str,

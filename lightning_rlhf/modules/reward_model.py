@@ -35,7 +35,7 @@ class RewardModelLightningModule(SupervisedLightningModule):
         **kwargs: see `SupervisedLightningModule`.
     """
 
-    ends_only = True
+    example_size, ends_only = 2, True
 
     def __init__(self, model: str, center_rewards_coefficient: NonNegativeFloat = 0.0, **kwargs: Any) -> None:
         super().__init__(model, **kwargs)

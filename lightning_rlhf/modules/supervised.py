@@ -34,6 +34,9 @@ class SupervisedLightningModule(TrainedModule):
         **kwargs: see `TrainedModule` (an iteration is an optimizer step here) and `ModelSettings`.
     """
 
+    example_size = 1
+    """Sequences of an example: 2 of a pair."""
+
     ends_only = False
     """Whether an example is read at the last tokens of its sequences, which are then tokenised as a whole."""
 
@@ -45,9 +48,17 @@ class SupervisedLightningModule(TrainedModule):
         """Refuse what cannot work before any weights are loaded.
 
         Raises:
-            ValueError: the data's longest sequence is too long for the model, or its longest example for a micro-batch.
+            ValueError: the data is of another kind, its longest sequence is too long for the model, or its longest example for a
+                micro-batch.
         """
-        limit, data = self.check_models(), getattr(self.trainer, "datamodule", None)
+        data = getattr(self.trainer, "datamodule", None)
+        if data is not None and getattr(data, "example_size", None) != self.example_size:
+            kind = "SFTDataModule" if self.example_size == 1 else "PreferenceDataModule"
+            raise ValueError(
+                f"{type(self).__name__} needs data.class_path: lightning_rlhf.{kind}, or one of your own whose example_size is"
+                f" {self.example_size}, got {type(data).__name__}"
+            )
+        limit = self.check_models()
         longest, example = (getattr(data, name, 0) for name in ("longest_sequence", "longest_example"))
         if longest > limit:
             raise ValueError(
