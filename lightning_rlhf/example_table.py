@@ -102,15 +102,15 @@ class ExampleTable:
         chosen = [self.examples[p] for p in positions]
         flat = [sequence for example in chosen for sequence in example]
         starts = [sequence.spans[0][0] for sequence in flat]
-        mask = torch.zeros(len(flat), max((s.spans[-1][1] - at for s, at in zip(flat, starts, strict=True)), default=1))
-        for row, sequence, at in zip(mask, flat, starts, strict=True):
+        masks = [torch.zeros(s.spans[-1][1] - at) for s, at in zip(flat, starts, strict=True)]
+        for mask, sequence, at in zip(masks, flat, starts, strict=True):
             for start, end in sequence.spans:
-                row[start - at : end - at] = 1.0
+                mask[start - at : end - at] = 1.0
         return Examples(
             # nothing is learned from what follows the last span
             sequences=[torch.tensor(s.ids[: s.spans[-1][1]], dtype=torch.long) for s in flat],
             prompt_lengths=starts,
-            mask=mask,
+            masks=masks,
             size=len(chosen[0]) if chosen else 1,
             margins=None if self.margins is None else torch.tensor([self.margins[p] for p in positions]),
         )

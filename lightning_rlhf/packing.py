@@ -54,6 +54,7 @@ def pack(
     sequence_ranks: int = 1,
     sequence_rank: int = 0,
     images: Sequence[PromptImages | None] = (),
+    masks: Sequence[Float[Tensor, "_"]] = (),
 ) -> Packed:
     """Lay sequences into one stream and shift the labels, once, inside each sequence.
 
@@ -63,6 +64,7 @@ def pack(
         sequence_ranks: ranks that share the stream, each a contiguous piece: it is padded to a multiple of this.
         sequence_rank: this one.
         images: of each sequence's prompt, or empty.
+        masks: 1 on the tokens of each response that are wanted, or empty: all of them.
     """
     lengths = [len(s) for s in sequences]
     total = sum(lengths)
@@ -76,7 +78,8 @@ def pack(
         labels.append(shift_labels(sequence, prompt))
         n = len(sequence) - prompt
         index[i, :n] = torch.arange(start + prompt - 1, start + prompt - 1 + n)
-        mask[i, :n] = 1.0
+        mask[i, :n] = masks[i] if masks else 1.0
+        labels[-1][prompt - 1 : -1][mask[i, :n] == 0] = IGNORE
         start += len(sequence)
     if pad:  # real tokens never attend to it
         parts.append(torch.zeros(pad, dtype=torch.long))

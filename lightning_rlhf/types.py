@@ -243,15 +243,20 @@ class Experience(_Movable):
 class Examples(_Movable):
     """The labelled sequences of one optimizer step, equal on every rank: N of them, ``size`` to an example.
 
-    A pair is an example of two, the better answer first. ``mask`` is aligned like a response that begins at ``prompt_lengths``:
-    1 on the tokens that are learned. ``margins``, one per pair, say how much better an answer is.
+    A pair is an example of two, the better answer first. ``masks`` are 1 on the tokens that are learned, from ``prompt_lengths``
+    on; ``margins``, one per pair, say how much better an answer is. Sequences and masks stay on the host until they are packed.
     """
 
     sequences: list[Int[Tensor, "_"]]
     prompt_lengths: list[int]
-    mask: Float[Tensor, "N T"]
+    masks: list[Float[Tensor, "_"]]
     size: int = 1
     margins: Float[Tensor, "pairs"] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """That are learned."""
+        return sum(int(mask.sum()) for mask in self.masks)
 
     def __len__(self) -> int:
         """Examples, not sequences."""

@@ -104,7 +104,8 @@ def example_batches(examples: Examples, split: Split, *, ends_only: bool = False
         if ends_only:
             packed = pack_ends(sequences, *place)
         else:
-            packed = pack(sequences, [examples.prompt_lengths[row] for row in rows], *place)
+            prompts, masks = [examples.prompt_lengths[row] for row in rows], [examples.masks[row] for row in rows]
+            packed = pack(sequences, prompts, *place, masks=masks)
         batches.append(_on_device(packed, rows, split))
     return batches, _spent(bins, lengths)
 

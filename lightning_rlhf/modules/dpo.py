@@ -73,8 +73,8 @@ class DPOLightningModule(SupervisedLightningModule):
     def loss(
         self, examples: Examples, batch: MicroBatch, prepared: Any, metrics: Metrics, measured: bool
     ) -> Float[Tensor, ""]:
-        mask = examples.mask[batch.rows, : batch.width]
-        log_probs, reference = ((values * mask).sum(1) for values in (self.actor(batch.packed, 1.0)[0], prepared))
+        mask = batch.packed.response_mask
+        log_probs, reference = (values.sum(1) for values in (self.actor(batch.packed, 1.0)[0], prepared))
         chosen, rejected = (log_probs - reference).view(-1, 2).unbind(1)
         losses = self.loss_function(
             chosen, rejected, *mask.sum(1).view(-1, 2).unbind(1), beta=self.beta, label_smoothing=self.label_smoothing

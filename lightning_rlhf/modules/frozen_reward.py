@@ -110,7 +110,7 @@ def scores_of_all(
     longest = max((len(everyone[i]) for i in fitting), default=0)
     # no activations are kept: one that is longer than the budget has a stream of its own
     room = replace(split, tokens=max(split.tokens, -(-longest // split.sequence_ranks)))
-    examples = Examples([everyone[i] for i in fitting], [1] * len(fitting), torch.ones(len(fitting), 1))
+    examples = Examples([everyone[i] for i in fitting], [1] * len(fitting), masks=[])
     found = torch.zeros(len(fitting), device=split.device)
     for batch in example_batches(examples, room, ends_only=True)[0]:
         found[batch.rows] = root(batch.packed)[:, 0]

@@ -31,14 +31,14 @@ class SFTLightningModule(SupervisedLightningModule):
     def loss(
         self, examples: Examples, batch: MicroBatch, prepared: Any, metrics: Metrics, measured: bool
     ) -> Float[Tensor, ""]:
-        mask = examples.mask[batch.rows, : batch.width]
+        mask = batch.packed.response_mask
         log_probs, entropy, *is_top = self.actor(batch.packed, 1.0, measured, measured)
         metrics.mean("loss", -log_probs, mask)
         metrics.sum("num_tokens", mask.sum())
         if measured:
             metrics.mean("entropy", entropy, mask)
             metrics.mean("mean_token_accuracy", is_top[0], mask)
-        return weighted(mask / examples.mask.sum(), -log_probs)
+        return weighted(mask / examples.tokens, -log_probs)
 
     def validated(self, reduced: dict[str, float]) -> dict[str, float]:
         return reduced | {"perplexity": math.exp(min(reduced["loss"], 700.0))}
