@@ -21,7 +21,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from lightning_rlhf import FSDPUlyssesStrategy, PromptDataModule, RLHFLightningModule, RolloutCallback, Sampling
-from lightning_rlhf.modules.policy import Critic, Policy
+from lightning_rlhf.modules.critic import Critic
+from lightning_rlhf.modules.policy import Policy
 from lightning_rlhf.packing import Packed
 from lightning_rlhf.rollout.sharing import Pool
 from lightning_rlhf.types import Completion

@@ -221,9 +221,11 @@ class LogProbHead(nn.Linear):
         labels: (R,), every entry a token id. None: float32 logits of ``hidden``, any shape, as the model's own forward expects.
         temperature: divides the logits.
         with_entropy: False saves work; the entropies are then 0.
+        with_top: also say where the label is the likeliest token, by a matrix product of its own.
 
     Returns:
-        log-prob of each label and entropy of each row, float32, (R,). Their gradients cannot be differentiated again.
+        log-prob of each label and entropy of each row, float32, (R,); with ``with_top`` 1 or 0 for each row besides. Gradients
+        cannot be differentiated again.
     """
 
     softcap: float | None = None
@@ -266,16 +268,31 @@ class LogProbHead(nn.Linear):
         return new
 
     def forward(
-        self, hidden: Tensor, labels: Tensor | None = None, temperature: float = 1.0, with_entropy: bool = True
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        temperature: float = 1.0,
+        with_entropy: bool = True,
+        with_top: bool = False,
     ) -> Any:
         if labels is None:
             x = _mm(hidden.flatten(0, -2), self.weight.t()).unflatten(0, hidden.shape[:-1])
             return x if self.bias is None else x + self.bias
         to_logits = LogitMap(float(temperature), self.softcap, self.logit_scale)
         passes = self.passes or _passes(hidden.device.type)
-        return _TiledLogProbs.apply(
+        found = _TiledLogProbs.apply(
             hidden, self.weight, self.bias, labels, to_logits, with_entropy, self.tile_bytes, passes
         )
+        return (*found, self._is_top(hidden, labels)) if with_top else found
+
+    @torch.no_grad()
+    def _is_top(self, hidden: Float[Tensor, "R h"], labels: Int[Tensor, "R"]) -> Float[Tensor, "R"]:
+        """What is done to logits afterwards keeps their order."""
+        top = torch.empty_like(labels)
+        for rows in _tiles(len(hidden), len(self.weight), self.tile_bytes):
+            x = _mm(hidden[rows], self.weight.t())
+            top[rows] = (x if self.bias is None else x.add_(self.bias)).argmax(-1)
+        return (top == labels).float()
 
 
 def _logit_scale(config: Any) -> float:
