@@ -6,9 +6,11 @@ rows ─▶ pieces (conversations.py) ─▶ ExampleTable ─▶ Examples
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -59,7 +61,7 @@ class ExampleTable:
                     if any(not isinstance(one, str) for one in pictures_of(row)):
                         raise ValueError("has images: only rollouts take them")
                     chunk.append(pieces(row))
-                    margins.append(None if row.get("margin") is None else float(row["margin"]))
+                    margins.append(None if row.get("margin") is None else _finite(row["margin"]))
                 except (ValueError, TypeError) as error:
                     raise ValueError(f"data: row {number} {error}") from error
             flat = iter(tokenise([sequence for example in chunk for sequence in example], encoder))
@@ -114,3 +116,9 @@ class ExampleTable:
             size=len(chosen[0]) if chosen else 1,
             margins=None if self.margins is None else torch.tensor([self.margins[p] for p in positions]),
         )
+
+
+def _finite(margin: Any) -> float:
+    if not math.isfinite(number := float(margin)):
+        raise ValueError(f"has a margin of {number}: give a number, or leave it out")
+    return number

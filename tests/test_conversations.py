@@ -48,7 +48,10 @@ def label(row: dict[str, Any], encoder: PromptEncoder, *args: Any) -> Labelled:
         ({"prompt": "1+1=", "completion": "2"}, "all", ["+1=", f"2{EOS}"]),
         ({"text": "abc"}, "completions", [f"bc{EOS}"]),
         ({"messages": TALK}, "completions", ["1\n", "22\n"]),
+        ({"prompt": "1+1=", "completion": f"2{EOS}"}, "completions", [f"2{EOS}"]),
+        ({"text": f"abc{EOS}"}, "completions", [f"bc{EOS}"]),
         ({"messages": TALK[:4]}, "last", ["22\n"]),
+        ({"messages": TALK}, "last", ["22\n"]),
         ({"messages": TALK[:2]}, "all", ["ser: one?\nassistant: 1\n"]),
         ({"prompt": TALK[:3], "completion": TALK[3:4]}, "completions", ["22\n"]),
         ({"prompt": TALK[:3], "completion": "22"}, "completions", ["22\n"]),
@@ -128,6 +131,18 @@ BAD = {
     "must have a chosen and a rejected that differ in their last message only": (
         "pairs",
         {"chosen": TALK[:2], "rejected": TALK[2:4]},
+    ),
+    "needs chosen and rejected, and a prompt unless they are conversations; it has prompt, rejected": (
+        "pairs",
+        {"prompt": "a", "chosen": "", "rejected": "b"},
+    ),
+    "has a wrong answer: it must end in an assistant message, got one of the user": (
+        "pairs",
+        {"chosen": TALK[:3], "rejected": [*TALK[:2], TALK[4]]},
+    ),
+    "has a margin of nan: give a number, or leave it out": (
+        "pairs",
+        {"prompt": "a", "chosen": "b", "rejected": "c", "margin": float("nan")},
     ),
     "could not convert string to float: 'much'": (
         "pairs",

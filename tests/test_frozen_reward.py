@@ -29,7 +29,7 @@ PROMPTS = [[{"role": "user", "content": "1+1"}], [{"role": "user", "content": "W
 TEXTS = ["2", "That would be 81.", ""]
 
 
-def reward_model(folder: Path, labels: int = 1, shift: int = 0) -> str:
+def reward_model(folder: Path, labels: int = 1, shift: int = 0, padding: int = 0) -> str:
     """A random one with a chat template of its own; of another vocabulary with ``shift``."""
     size = len(write_byte_tokenizer(folder))
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -43,7 +43,7 @@ def reward_model(folder: Path, labels: int = 1, shift: int = 0) -> str:
         num_key_value_heads=2,
         **sizes,
         num_labels=labels,
-        pad_token_id=0,
+        pad_token_id=padding,
         max_position_embeddings=64,
     )
     model = AutoModelForSequenceClassification.from_config(config)
@@ -96,6 +96,20 @@ def test_scores_are_those_of_transformers_in_its_own_template_on_any_mesh(tmp_pa
     for scores in (own_scores(0, folder, 1, 4096, {}), shared[0][0] + shared[1][0], shared[0][1], shared[1][1]):
         torch.testing.assert_close(scores, exact, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(own_scores(0, folder, 1, 40, {}, "bf16-mixed"), rounded, rtol=0.05, atol=0.02)
+
+
+def test_scores_are_those_of_transformers_when_the_eos_is_the_padding_token(tmp_path):
+    """Transformers then reads the score before it, or of nothing but padding at the first token."""
+    folder = reward_model(tmp_path, padding=1)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.eos_token_id == 1
+    texts = ["[user]1+1</s>[assistant]2</s>", f"plain{tokenizer.eos_token}", tokenizer.eos_token * 3]
+    model, strategy = FrozenRewardModel(folder), strategy_of(1)
+    root = build_reward_model(model.settings(ModelSettings("random:tiny")), strategy)
+    split = Split(1, 0, 1, 0, 4096, float, strategy.root_device)
+    ids = [torch.tensor(tokenizer.encode(text)) for text in texts]
+    found = scores_of_all(root, ids, strategy, split, 64)
+    torch.testing.assert_close(found, stock_scores(folder, texts, torch.float32), rtol=1e-4, atol=1e-5)
 
 
 def test_a_sequence_that_the_model_cannot_take_has_no_score(tmp_path):

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveFloat
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
@@ -153,20 +152,8 @@ class ScoredModule(TrainedModule):
         answers = answers_of(self.last_scores, self.decode(rollout)) if n > 1 else ()
         self._validation[dataloader_idx].update(rollout.prompts.index, self.last_scores, n, answers)
 
-    def validation_set(self, dataloader_idx: int) -> str:
-        """Its name in metrics and samples."""
-        names = getattr(getattr(self.trainer, "datamodule", None), "val_names", None) or ["heldout"]
-        return names[dataloader_idx] if dataloader_idx < len(names) else f"heldout_{dataloader_idx}"
-
-    def test_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.validation_step(batch, batch_idx, dataloader_idx)
-
-    def on_test_epoch_end(self) -> None:
-        self.on_validation_epoch_end()
-
     def on_validation_epoch_end(self) -> None:
-        for metrics in self._validation.values():
-            self.log_dict(metrics.compute(), sync_dist=False, batch_size=1)
+        self.log_validated(
+            {k: value for metrics in self._validation.values() for k, value in metrics.compute().items()}
+        )
         self._validation.clear()
-        if self.trainer.state.fn != TrainerFn.FITTING:  # Lightning knows no other than 0
-            self.log("step", float(self.iteration), sync_dist=False, batch_size=1)
