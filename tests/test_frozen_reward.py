@@ -195,9 +195,26 @@ def test_a_prompt_that_goes_on_in_the_response_is_one_turn_of_its_template(tmp_p
     ],
 )
 def test_what_is_no_reward_model_is_refused(make, message, tmp_path):
-    settings = FrozenRewardModel(make(tmp_path)).settings(ModelSettings("random:tiny"))
+    """Before the policy is loaded."""
+    module = GRPOLightningModule(**TINY_MODULE, reward_model=FrozenRewardModel(make(tmp_path / "rm")))
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        build_reward_model(settings, strategy_of(1))
+        fit(module, tmp_path / "run", 1)
+    assert module.actor is None
+
+
+def test_a_policy_does_not_start_from_a_reward_model(tmp_path):
+    module = GRPOLightningModule(**TINY_MODULE | {"model": reward_model(tmp_path / "rm")}, reward=[even_tokens])
+    with pytest.raises(
+        ValueError, match=r"model\.model: .* is a LlamaForSequenceClassification, its language-model head would"
+    ):
+        fit(module, tmp_path / "run", 1)
+
+
+def test_a_critic_of_several_labels_is_refused_before_the_policy_is_loaded(tmp_path):
+    module = PPOLightningModule(**TINY_MODULE, critic=reward_model(tmp_path / "rm", labels=2), reward=[even_tokens])
+    with pytest.raises(ValueError, match=r"model\.critic: .* has 2 labels, it must have one"):
+        fit(module, tmp_path / "run", 1)
+    assert module.actor is None
 
 
 # -- a critic that starts from one ---------------------------------------------------------------------------------------------

@@ -84,17 +84,17 @@ class FrozenRewardModel:
         return [torch.tensor(row.ids, dtype=torch.long) for row in tokenise(pieces, self.encoder)]
 
 
-def build_reward_model(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> Critic:
-    """Sharded and frozen, its backbone in the run's compute dtype: bfloat16, but for 32-true.
-
-    Raises:
-        ValueError: the folder is of a language model.
-    """
+def check_reward_model(settings: ModelSettings) -> None:
+    """Raise ValueError if the folder is of a language model."""
     if not is_scored(settings):
         raise ValueError(
             f"{settings.key}: {settings.model!r} is a {', '.join(settings.config.architectures or ['model without head'])}, it"
             " must be a sequence-classification model with one label: train one, see docs/classical.md"
         )
+
+
+def build_reward_model(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> Critic:
+    """Sharded and frozen, its backbone in the run's compute dtype: bfloat16, but for 32-true."""
     dtype = strategy.precision_plugin.compute_dtype
     return build_critic(settings, strategy, bias=False, frozen=dtype, role="reward model")
 

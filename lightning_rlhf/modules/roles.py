@@ -17,6 +17,7 @@ from lightning_rlhf.images import ImageEncoder
 from lightning_rlhf.manifest import RUN, check_resumed, versions
 from lightning_rlhf.modules.critic import Critic, check_model
 from lightning_rlhf.modules.policy import Policy, build_policy
+from lightning_rlhf.modules.score_head import head_names, is_scored
 from lightning_rlhf.modules.settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -55,6 +56,14 @@ class ModelRoles(pl.LightningModule):
 
     def check_models(self) -> int:
         """Refuse models that cannot be trained here before any weights are loaded; returns the longest sequence that fits."""
+        for name, settings in self.roles.items():
+            if name in SCORED:
+                head_names(settings, bias=name == "critic")
+            elif is_scored(settings):
+                raise ValueError(
+                    f"{settings.key}: {settings.model!r} is a {settings.config.architectures[0]}, its language-model head"
+                    " would be a random one: take a language model"
+                )
         roles = {(settings, name in SCORED) for name, settings in self.roles.items()}
         limits = [(settings, check_model(settings, self.strategy, critic=critic)) for settings, critic in roles]
         return min(limit for settings, limit in limits if settings.reads_policy_tokens)

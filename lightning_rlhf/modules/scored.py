@@ -11,7 +11,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_rlhf.modules.critic import Critic
-from lightning_rlhf.modules.frozen_reward import FrozenRewardModel, build_reward_model, scores_of_all
+from lightning_rlhf.modules.frozen_reward import (
+    FrozenRewardModel,
+    build_reward_model,
+    check_reward_model,
+    scores_of_all,
+)
 from lightning_rlhf.modules.policy import longest_sequence
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.modules.training import TrainedModule
@@ -67,6 +72,11 @@ class ScoredModule(TrainedModule):
         if self.frozen_reward is None:
             return super().roles
         return super().roles | {"reward_model": self.frozen_reward.settings(self.settings)}
+
+    def check_models(self) -> int:
+        if self.frozen_reward is not None:
+            check_reward_model(self.roles["reward_model"])
+        return super().check_models()
 
     def configure_model(self) -> None:
         super().configure_model()
