@@ -18,7 +18,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
@@ -89,9 +88,7 @@ class RolloutCallback(pl.Callback):
             )
         self.engine = engine or TransformersEngine()
         self.sampling = sampling
-        self.val_sampling = val_sampling or replace(
-            sampling, num_generations=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0
-        )
+        self.val_sampling = val_sampling or sampling.greedy
         if async_level and (sleep_level not in ("auto", 0) or True in (offload_optimizer, offload_parameters)):
             raise ValueError(
                 "rollout.async_level: 1 keeps the engine awake beside the trainer: leave out sleep_level, offload_optimizer and"
@@ -145,11 +142,14 @@ class RolloutCallback(pl.Callback):
             raise ValueError(too_long(run, limit))
         sizes = [
             engine_share(
-                -(-getattr(data, name, 256) // strategy.dp_size) * sampling.num_generations,
+                -(-getattr(data, name, 256) // strategy.dp_size) * responses,
                 strategy.sequence_parallel_size,
                 self.engine.tensor_parallel_size,
             )
-            for name, sampling in (("batch_size", self.sampling), ("val_batch_size", self.val_sampling))
+            for name, responses in (
+                ("batch_size", self.sampling.num_generations + module.needs_greedy),
+                ("val_batch_size", self.val_sampling.num_generations),
+            )
             if isinstance(getattr(data, name, 256), int)
         ]
         return EngineSetup(
@@ -207,11 +207,12 @@ class RolloutCallback(pl.Callback):
         measured = self.log_probs_every > 0 and iteration % self.log_probs_every == 0
         log_probs = measured or module.correction is not None
         if self.async_level and self._is_there(iteration, prompts):
-            batch["rollout"] = Rollout.build(prompts, self._ahead.take(prompts.index.tolist()), self.sampling)
+            taken = self._ahead.take(prompts.index.tolist())
+            batch["rollout"] = Rollout.build(prompts, taken, self.sampling, module.needs_greedy)
             module.extra_metrics |= {"rollout/staleness": 1.0, "rollout/ahead_s": self._ahead.seconds}
         else:
             self._wake(trainer, module)
-            batch["rollout"] = self._generate(module, prompts, self.sampling, iteration, log_probs)
+            batch["rollout"] = self._generate(module, prompts, self.sampling, iteration, log_probs, module.needs_greedy)
         if self.async_level:
             self._start_next(trainer, module, iteration + 1)
         else:
@@ -246,7 +247,7 @@ class RolloutCallback(pl.Callback):
             return
         prompts = trainer.train_dataloader.batch_at(epoch, number)["prompts"]  # type: ignore[union-attr]
         self._wake(trainer, module)
-        run, self._own = self._share(module, prompts, self.sampling, iteration, True)
+        run, self._own = self._share(module, prompts, self.sampling, iteration, True, module.needs_greedy)
         self._ahead.start(iteration, prompts.index.tolist(), run, module.strategy.root_device)
 
     def _settle_ahead(self, module: RLHFLightningModule) -> None:
@@ -352,24 +353,37 @@ class RolloutCallback(pl.Callback):
                 module.extra_metrics["rollout/checksum_ok"] = 1.0
 
     def _generate(
-        self, module: RLHFLightningModule, prompts: Prompts, sampling: Sampling, iteration: int, log_probs: bool
+        self,
+        module: RLHFLightningModule,
+        prompts: Prompts,
+        sampling: Sampling,
+        iteration: int,
+        log_probs: bool,
+        with_greedy: bool = False,
     ) -> Rollout:
-        run, own = self._share(module, prompts, sampling, iteration, log_probs)
+        run, own = self._share(module, prompts, sampling, iteration, log_probs, with_greedy)
         with self._step(module, "generate"):
-            return Rollout.build(prompts, self._pool.collect(run)[own], sampling)
+            return Rollout.build(prompts, self._pool.collect(run)[own], sampling, with_greedy)
 
     def _share(
-        self, module: RLHFLightningModule, prompts: Prompts, sampling: Sampling, iteration: int, log_probs: bool
+        self,
+        module: RLHFLightningModule,
+        prompts: Prompts,
+        sampling: Sampling,
+        iteration: int,
+        log_probs: bool,
+        with_greedy: bool,
     ) -> tuple[Callable[[], list[Completion]], slice]:
-        """See `Pool.share`."""
+        """See `Pool.share`; the requests are in the order of `Rollout.build`."""
         with self._step(module, "generate"):  # of its own: a rank that fails must not miss the exchanges of the pool
             check_lengths(prompts, self._context)
-        n, rows = sampling.num_generations, prompts.index.tolist()
+        samples, rows = range(sampling.num_generations), prompts.index.tolist()
+        n, last = len(samples) + with_greedy, [None] * with_greedy
         return self._pool.share(
             self.engine,
             [ids for ids in prompts.ids for _ in range(n)],
             sampling,
-            seeds=[derive_seed(module.seed, iteration, row, i) for row in rows for i in range(n)],
+            seeds=[s for row in rows for s in (*(derive_seed(module.seed, iteration, row, i) for i in samples), *last)],
             log_probs=log_probs,
             images=[one for one in prompts.images for _ in range(n)] if prompts.images else None,
             expected=[self._longest.get(row, math.inf) for row in rows for _ in range(n)],

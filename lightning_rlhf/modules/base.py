@@ -81,8 +81,10 @@ class RLHFLightningModule(ScoredModule):
 
     # not a default of the argument: on the command line the arguments of one class are carried over to another
     default_advantage = "grpo"
-    # what `compute_advantages` hands to the estimator
-    advantage_inputs = frozenset({"rewards", "mask", "groups"})
+    # what `estimator_inputs` has for the estimator
+    advantage_inputs = frozenset(
+        {"rewards", "mask", "groups", "baselines", "old_log_probs", "sum_pi_squared", "importance"}
+    )
 
     def __init__(
         self,
@@ -133,6 +135,7 @@ class RLHFLightningModule(ScoredModule):
     def _check_estimator(self) -> None:
         """Raise ValueError if the estimator needs what this class does not have."""
         parameters = inspect.signature(self.advantage_function).parameters.values()
+        self.estimator_takes = frozenset(p.name for p in parameters)
         needed = {
             p.name for p in parameters if p.default is p.empty and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
         }
@@ -146,6 +149,11 @@ class RLHFLightningModule(ScoredModule):
     @property
     def needs_reference(self) -> bool:
         return self.kl.coef > 0.0
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether the estimator compares with the greedy response to each prompt."""
+        return "baselines" in self.estimator_takes
 
     @cached_property
     def flops(self) -> list[Passes]:
@@ -188,6 +196,8 @@ class RLHFLightningModule(ScoredModule):
         with self.phases("update"):
             metrics = self.update(experience)
         metrics.mean("reward/frac_zero_std", same)
+        if experience.baselines is not None:
+            metrics.mean("reward/greedy_mean", experience.baselines, experience.baselines.isfinite())
         if experience.importance is not None:
             metrics.mean("rollout/rejected_ratio", 1.0 - experience.mask.sum() / sampled.sum().clamp(min=1.0))
             add_off_policy(metrics, experience.old_log_probs, experience.sampler_log_probs, sampled)
@@ -196,9 +206,18 @@ class RLHFLightningModule(ScoredModule):
 
     def compute_advantages(self, experience: Experience) -> tuple[Tensor, Tensor]:
         """(advantages, returns), each (G, T), from the whole batch. Runs equally on every rank."""
-        return self.advantage_function(
-            rewards=experience.rewards, mask=experience.mask, groups=experience.group, **self.advantage_args
-        )
+        return self.advantage_function(**self.estimator_inputs(experience), **self.advantage_args)
+
+    def estimator_inputs(self, experience: Experience) -> dict[str, Any]:
+        """`advantage_inputs`: what every estimator gets, and of the rest what it lists."""
+        old, sampler, mask = experience.old_log_probs, experience.sampler_log_probs, experience.mask
+        inputs: dict[str, Any] = {"rewards": experience.rewards, "mask": mask, "groups": experience.group}
+        more = {"baselines": experience.baselines, "old_log_probs": old, "sum_pi_squared": experience.sum_pi_squared}
+        if "importance" in self.estimator_takes and self.correction is not None:
+            assert old is not None
+            assert sampler is not None
+            more["importance"] = importance_weights(old, sampler, mask, self.correction)
+        return inputs | {name: value for name, value in more.items() if name in self.estimator_takes}
 
     def policy_loss(
         self, log_probs: Tensor, old_log_probs: Tensor, token_advantages: Tensor, mask: Tensor, **selected: Tensor
@@ -218,6 +237,7 @@ class RLHFLightningModule(ScoredModule):
             rollout,
             scores,
             self.strategy.all_gather_objects_dp,
+            baselines=None if rollout.greedy is None else self.scores_of(rollout.greedy).total,
             mask_truncated=self.mask_truncated,
             data_rank=self.strategy.dp_rank,
         )
@@ -231,15 +251,22 @@ class RLHFLightningModule(ScoredModule):
             or (self.needs_reference and self.kl.where == "reward")
             or self.select_function is not None
             or (self.correction is not None and self.correction.needs_batch)
+            or not self.estimator_takes.isdisjoint({"old_log_probs", "sum_pi_squared", "importance"})
         )
 
     def evaluate(self, experience: Experience) -> Experience:
         """Add what is computed before the update without gradients; KL in the reward is taken off here."""
         temperature = experience.temperature
         if self.needs_old_log_probs:
+            squares = "sum_pi_squared" in self.estimator_takes
             with self.phases("log_prob"):
-                old = self.forward_all(self.actor, experience, lambda packed: self.actor(packed, temperature)[0])
-            experience = replace(experience, old_log_probs=old)
+                found = self.forward_all(
+                    self.actor,
+                    experience,
+                    lambda packed: torch.stack(self.actor(packed, temperature, with_squares=squares)[::2]),
+                    outputs=1 + squares,
+                )
+            experience = replace(experience, old_log_probs=found[0], sum_pi_squared=found[1] if squares else None)
         if self.needs_reference:
             with self.phases("reference"):
                 ref = self.reference_log_probs(experience)
@@ -281,11 +308,17 @@ class RLHFLightningModule(ScoredModule):
         experience: Experience,
         forward: Callable[[Packed], Float[Tensor, "b T"]],
         rows: Sequence[int] | None = None,
-    ) -> Float[Tensor, "G T"]:
-        """``forward`` over ``rows`` or the whole batch, each data rank its bins, the result equal on every rank."""
-        out = torch.zeros_like(experience.mask)
+        outputs: int | None = None,
+    ) -> Tensor:
+        """``forward`` over ``rows`` or the whole batch, each data rank its bins, the result equal on every rank: (G, T).
+
+        Args:
+            outputs: so many are stacked in what ``forward`` returns, and in the result, before the other dimensions.
+        """
+        shape = experience.mask.shape
+        out = experience.mask.new_zeros(shape if outputs is None else (outputs, *shape))
         for batch in micro_batches(experience, range(len(experience)) if rows is None else rows, self.split)[0]:
-            out[batch.rows, : batch.width] = forward(batch.packed)
+            out[..., batch.rows, : batch.width] = forward(batch.packed)
         self.strategy.reshard(root)
         return self.strategy.all_reduce_dp(out)
 

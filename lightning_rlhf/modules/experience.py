@@ -17,16 +17,18 @@ def gather_experience(
     scores: Scores,
     all_gather: Callable[[Any], list[Any]],
     *,
+    baselines: Float[Tensor, "P"] | None = None,
     mask_truncated: bool = False,
     data_rank: int = 0,
 ) -> Experience:
     """Token ids and scalars of all data ranks, ordered by group: megabytes, whatever the model's size. Pictures stay.
 
     The order, and so everything computed from it, does not depend on the number of data ranks. Rows that cannot be learned
-    from get mask 0: empty and aborted responses, and responses whose score is NaN.
+    from get mask 0: empty and aborted responses, and responses whose score or baseline is NaN.
 
     Args:
         all_gather: one picklable object per data rank -> their list.
+        baselines: scores of the greedy responses.
         mask_truncated: rows cut at the length limit get mask 0 too.
         data_rank: this one.
     """
@@ -43,6 +45,7 @@ def gather_experience(
             "usable": [c.finish_reason not in unusable for c in rollout.completions],
             "group": rollout.group.cpu(),
             "total": scores.total.cpu(),
+            "baselines": None if baselines is None else baselines.cpu().repeat_interleave(n),
             "has_images": rollout.prompts.images is not None,
             "sampler": None if rollout.sampler_log_probs is None else _rows(rollout.sampler_log_probs, rollout.mask),
         }
@@ -55,6 +58,10 @@ def gather_experience(
     sequences = ids.split([p + n for p, n in zip(prompt_lengths, lengths, strict=True)])
     total = torch.cat([s["total"] for s in shares]).float()[order]
     keep = torch.tensor([u for s in shares for u in s["usable"]])[order] & total.isfinite()
+    everyones = None
+    if baselines is not None:
+        everyones = torch.cat([s["baselines"] for s in shares]).float()[order]
+        keep &= everyones.isfinite()
     rows = order.tolist()
     mask = right_pad([[1.0] * lengths[i] for i in rows]) * keep[:, None]
     sampler = [row for s in shares for row in s["sampler"] or ()]
@@ -72,6 +79,7 @@ def gather_experience(
         rewards=last_token_rewards(total, mask),
         temperature=rollout.sampling.temperature,
         max_length=rollout.sampling.max_completion_length,
+        baselines=everyones,
         sampler_log_probs=right_pad([sampler[i] for i in rows]) if len(sampler) == len(rows) else None,
         home=[home[i] for i in rows] if any(s["has_images"] for s in shares) else None,
         images=images,

@@ -134,8 +134,8 @@ class _PackedModel(nn.Module):
 class Policy(_PackedModel):
     """The actor or the reference.
 
-    ``forward(packed, temperature, with_entropy)`` returns log-probs of the response tokens and entropies of their
-    distributions (0 without ``with_entropy``), float32, (b, T).
+    ``forward(packed, temperature, with_entropy, with_squares)`` returns log-probs of the response tokens, entropies of their
+    distributions (0 without ``with_entropy``) and, if asked for, their Σπ² over the vocabulary: float32, (b, T).
     """
 
     def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, settings: ModelSettings) -> None:
@@ -146,10 +146,12 @@ class Policy(_PackedModel):
     def head(self) -> nn.Module:
         return self.model.get_output_embeddings()  # type: ignore[operator]
 
-    def forward(self, packed: Packed, temperature: float, with_entropy: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, packed: Packed, temperature: float, with_entropy: bool = False, with_squares: bool = False
+    ) -> tuple[Tensor, ...]:
         labels = shard_sequence(packed.labels, self._group).index_select(0, packed.rows)
-        log_probs, entropy = self.head(self.hidden_rows(packed), labels, temperature, with_entropy)
-        return self.align(log_probs, packed), self.align(entropy, packed)
+        found = self.head(self.hidden_rows(packed), labels, temperature, with_entropy, with_squares)
+        return tuple(self.align(values, packed) for values in found)
 
     def stock_log_probs(self, packed: Packed) -> Float[Tensor, "b T"]:
         """Log-probs by the model's own ``forward`` and full logits: what `forward` must give at temperature 1."""

@@ -131,7 +131,7 @@ def make_plan(
         prefetch=run.strategy.prefetch,
     )
     size = run.compute_dtype.itemsize
-    in_flight = -(-(run.prompts or 256) // run.data_ranks) * run.num_generations
+    in_flight = -(-(run.prompts or 256) // run.data_ranks) * (run.num_generations + module.needs_greedy)
     kv_token = size * policy.kv_elements // run.cache_split
     engine = run.engine.plan_memory(
         size * policy.parameters // run.engine_ranks,
