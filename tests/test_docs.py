@@ -33,6 +33,7 @@ OWNERS: dict[str, tuple[type, ...]] = {
     "rollout.sampling": (lightning_rlhf.Sampling,),
     "rollout.val_sampling": (lightning_rlhf.Sampling,),
     "rollout.engine": (VLLMEngine,),
+    "rollout.filter_groups": (lightning_rlhf.FilterGroups,),
     "data": (lightning_rlhf.PromptDataModule,),
 }
 KEY = re.compile(r"`(?:--)?((?:trainer|model|rollout|data)\.[a-z_.]+)(?::[^`]*)?`")

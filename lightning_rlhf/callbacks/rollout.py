@@ -2,6 +2,7 @@
 
     on_train_batch_start    offload optimizer → wake(weights) → sync → offload parameters → wake(kv_cache) → generate → sleep
                             → reload both
+      filter_groups         generate and score, until enough groups can be learned from, see `filtering`
       async_level 1         take the responses of this iteration, or generate → sync → start those of the next, see `ahead`
     on_validation_start     wake, sync, once per validation loop; generate per batch; sleep at its end
 
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from lightning_rlhf.callbacks.ahead import Ahead
 from lightning_rlhf.callbacks.faults import agreed, check_lengths, makes_room, told_by_settings
+from lightning_rlhf.callbacks.filtering import FilterGroups, Rounds
 from lightning_rlhf.callbacks.offload import HostMemory
 from lightning_rlhf.callbacks.watchdog import watched, where
 from lightning_rlhf.plan import Plan, Run, make_plan, problems, read_run
@@ -65,6 +67,8 @@ class RolloutCallback(pl.Callback):
         async_level: 1 generates the next iteration's responses beside the update of this one, by a policy that is one update
             older, see `ahead`. It needs ``model.correction`` and memory for both, and slows both down: it pays where a few long
             responses keep the GPU idle.
+        filter_groups: generate for further prompts in place of groups whose responses all score the same (DAPO's dynamic
+            sampling); ``{}`` takes its defaults, null trains on all.
         timeout_s: seconds that one step of a rollout (sync, wake, generate, sleep) may take; then the process ends and shows
             where it hung. Null leaves it to the `Watchdog`: only you know how long the longest generation is.
     """
@@ -81,6 +85,7 @@ class RolloutCallback(pl.Callback):
         offload_parameters: Switch = "auto",
         timeout_s: PositiveFloat | None = None,
         async_level: Literal[0, 1] = 0,
+        filter_groups: FilterGroups | None = None,
     ) -> None:
         if sampling.temperature <= 0.0:
             raise ValueError(
@@ -94,7 +99,16 @@ class RolloutCallback(pl.Callback):
                 "rollout.async_level: 1 keeps the engine awake beside the trainer: leave out sleep_level, offload_optimizer and"
                 " offload_parameters"
             )
-        self.async_level = async_level
+        if filter_groups is not None and async_level:
+            raise ValueError(
+                "rollout.filter_groups needs rewards before it knows the next prompts: set rollout.async_level to 0"
+            )
+        if filter_groups is not None and sampling.num_generations < 2:
+            raise ValueError(
+                "rollout.filter_groups compares the responses to a prompt: set rollout.sampling.num_generations to 2 or more"
+            )
+        self.async_level, self.filter_groups = async_level, filter_groups
+        self._further_rounds = 0  # of all iterations, each a batch of prompts
         awake = Ladder(0, False, False)
         self.ladder = awake if async_level else Ladder(sleep_level, offload_optimizer, offload_parameters)
         self.rung = self.ladder.usual
@@ -212,7 +226,15 @@ class RolloutCallback(pl.Callback):
             module.extra_metrics |= {"rollout/staleness": 1.0, "rollout/ahead_s": self._ahead.seconds}
         else:
             self._wake(trainer, module)
-            batch["rollout"] = self._generate(module, prompts, self.sampling, iteration, log_probs, module.needs_greedy)
+            generate = partial(
+                self._generate,
+                module,
+                sampling=self.sampling,
+                iteration=iteration,
+                log_probs=log_probs,
+                with_greedy=module.needs_greedy,
+            )
+            batch |= {"rollout": generate(prompts)} if self.filter_groups is None else self._filtered(module, generate)
         if self.async_level:
             self._start_next(trainer, module, iteration + 1)
         else:
@@ -229,6 +251,23 @@ class RolloutCallback(pl.Callback):
         for row, sequence, prompt_length in fields:
             found[row] = max(found.get(row, 0), len(sequence) - prompt_length)
         self._longest |= found
+
+    def _filtered(self, module: RLHFLightningModule, generate: Callable[[Prompts], Rollout]) -> dict[str, Any]:
+        """Rollout and scores of as many groups as a batch has prompts, see `filtering`."""
+        assert self.filter_groups is not None
+        trainer = module.trainer
+        rounds = Rounds(self.filter_groups, self._all_gather, module.mask_truncated)
+        begin = trainer.fit_loop.total_batch_idx + self._further_rounds
+        while not (rounds and rounds.done):
+            epoch, number = divmod(begin + len(rounds), int(trainer.num_training_batches))
+            prompts = trainer.train_dataloader.batch_at(epoch, number)["prompts"]  # type: ignore[union-attr]
+            rollout = generate(prompts)
+            with module.phases("reward"):
+                rounds.add(rollout, module.scores_of(rollout))
+        self._further_rounds += len(rounds) - 1
+        module.extra_metrics |= rounds.metrics
+        rollout, scores = rounds.result()
+        return {"prompts": rollout.prompts, "rollout": rollout, "scores": scores}
 
     def _is_there(self, iteration: int, prompts: Prompts) -> bool:
         """Whether the responses of this iteration were generated beside the last one's update."""
@@ -259,17 +298,20 @@ class RolloutCallback(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         self._settle()
         rows, lengths = (torch.tensor(list(column)) for column in (self._longest, self._longest.values()))
-        return {"ahead": self._ahead.state(self._all_gather), "rows": rows, "longest": lengths}
+        ahead = self._ahead.state(self._all_gather)
+        return {"ahead": ahead, "rows": rows, "longest": lengths, "further_rounds": self._further_rounds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._longest = dict(zip(*(state_dict[name].tolist() for name in ("rows", "longest")), strict=True))
+        self._further_rounds = state_dict.get("further_rounds", 0)
         if self.async_level:
             self._ahead.load(state_dict["ahead"])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.async_level and not hasattr(trainer.train_dataloader, "batch_at"):
+        option = "async_level: 1" if self.async_level else "filter_groups" if self.filter_groups is not None else None
+        if option and not hasattr(trainer.train_dataloader, "batch_at"):
             raise ValueError(
-                "rollout.async_level: 1 must know the next batch before it is due: use PromptDataModule, or give your loader a"
+                f"rollout.{option} must know the next batch before it is due: use PromptDataModule, or give your loader a"
                 " method batch_at(epoch, number)"
             )
 

@@ -185,7 +185,7 @@ class RLHFLightningModule(ScoredModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         rollout: Rollout = batch["rollout"]
         with self.phases("reward"):
-            scores = self.scores_of(rollout)
+            scores = batch["scores"] if "scores" in batch else self.scores_of(rollout)
             experience = self.gather(rollout, scores)
         same = constant_groups(experience)
         experience = self.evaluate(experience)
