@@ -245,6 +245,7 @@ def _export_parser(parser: LightningArgumentParser) -> LightningArgumentParser:
     )
     parser.add_argument("--model", type=str, help="Where the model that the run started from is now.")
     parser.add_argument("--config", type=str, help="YAML of the run, for checkpoints that do not say what the run was.")
+    parser.add_argument("--average", action="store_true", help="The moving average of the weights (model.ema_decay).")
     _add_imports(parser)
     return parser
 

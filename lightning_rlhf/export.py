@@ -42,6 +42,9 @@ from lightning_rlhf.tiny import TINY
 _PREFIX = "state_dict.actor.model."
 """Of the policy's tensors in a checkpoint; what follows is their name in the transformers model."""
 
+_AVERAGE = "state_dict.average.model."
+"""Of the moving averages of those that are trained."""
+
 _BUCKET = 1 << 28
 """Bytes that are read from a checkpoint at once."""
 
@@ -53,6 +56,7 @@ def export_checkpoint(
     dtype: str | None = None,
     model: str | None = None,
     config: str | None = None,
+    average: bool = False,
 ) -> str:
     """Write the policy of a checkpoint as a Hugging Face folder; returns what was written, in words.
 
@@ -63,6 +67,7 @@ def export_checkpoint(
         dtype: of the tensors; by default bfloat16, of an adapter the one it was trained in.
         model: where the model that the run started from is now, if not where it was.
         config: YAML of the run, for checkpoints that do not say what the run was.
+        average: the moving average of the weights instead of the last ones.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or no model.
@@ -79,7 +84,7 @@ def export_checkpoint(
     role = run["roles"]["actor"]
     if adapter and role["lora"] is None:
         raise ValueError(f"{checkpoint!r} has no adapter, it was trained without LoRA: leave --adapter out")
-    reader = _Reader(checkpoint, index)
+    reader = _Reader(checkpoint, index, average)
     where = model or role["folder"] or role["model"]
     settings = _settings(role, where)
     root, lora = unsharded_actor(
@@ -100,6 +105,7 @@ def export_checkpoint(
         trust, changes = settings.trust_remote_code, settings.config_overrides
         write_folder(target, tensors, settings.path, tokenizer, trust, changes, kind)
         what = type(root).__name__ + (" with its adapter merged" if lora else "")
+    what = f"average of {what}" if average else what
     return f"{what} of iteration {metadata['global_step']} in {target}"
 
 
@@ -118,18 +124,23 @@ def _named(
 class _Reader(restricted.Reader):
     """Of a checkpoint's tensors.
 
+    Args:
+        average: the averages take the places of what they are of.
+
     Attributes:
         tensors: shapes and dtypes of the policy's, by their names in the transformers model.
     """
 
-    def __init__(self, path: str, index: Any) -> None:
+    def __init__(self, path: str, index: Any, average: bool = False) -> None:
         super().__init__(path, index)
         self.name = path
-        self.tensors = {
-            key.removeprefix(_PREFIX): entry
-            for key, entry in index.state_dict_metadata.items()
-            if key.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
-        }
+        entries, self._keys = index.state_dict_metadata, dict[str, str]()
+        for prefix in (_PREFIX, _AVERAGE) if average else (_PREFIX,):
+            own = [key for key in entries if key.startswith(prefix) and isinstance(entries[key], TensorStorageMetadata)]
+            self._keys |= {key.removeprefix(prefix): key for key in own}
+        if average and not own:
+            raise ValueError(f"{path!r} has no average, it was trained without model.ema_decay: leave --average out")
+        self.tensors = {name: entries[key] for name, key in self._keys.items()}
 
     def load(self, entries: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
         """Full tensors, put together from whatever shards there are."""
@@ -137,7 +148,7 @@ class _Reader(restricted.Reader):
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process.*")  # it is
-                dcp.load({f"{_PREFIX}{n}": t for n, t in tensors.items()}, storage_reader=self, no_dist=True)
+                dcp.load({self._keys[n]: t for n, t in tensors.items()}, storage_reader=self, no_dist=True)
         except CheckpointException as error:
             reason = next((f"{type(e).__name__}: {e}" for e, _ in error.failures.values()), str(error))
             raise ValueError(f"{self.name!r} cannot be read: {reason.splitlines()[0]}") from error

@@ -366,13 +366,14 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
             self.reshard(self.model)
         return result
 
-    # -- checkpoints: a DCP folder, local or remote; parameters without gradient are left out ------
+    # -- checkpoints: a DCP folder, local or remote; of parameters without gradient those that change ------
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None
         # not StateDictOptions(ignore_frozen_params=True): it forgets the second name of tied parameters
         frozen = {n for n, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        frozen -= {n for n in frozen if n.startswith(getattr(self.lightning_module, "frozen_in_checkpoints", ()))}
         return {n: t for n, t in get_model_state_dict(self.model).items() if n not in frozen}
 
     @override

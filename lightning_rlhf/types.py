@@ -230,6 +230,8 @@ class Experience(_Movable):
     the weights of a rollout correction that was computed over the iteration and ``importance_mean`` what they are divided by;
     ``chosen`` are the tokens of an optimizer step that its loss treats differently. ``baselines`` are the scores of the greedy
     responses to each response's prompt, ``sum_pi_squared`` is Σ_v π_old(v)² over the vocabulary at each token.
+    ``scores`` are the rewards of whole responses as they were given (NaN where there is none), ``positive`` the shares of tokens
+    in the likelihood of right responses that an optimizer step adds.
 
     Pictures do not travel: if any prompt has some, ``home`` is the data rank of each row, on which alone it is computed, and
     ``images`` has those of this data rank by row, one object for all responses to a prompt.
@@ -253,6 +255,8 @@ class Experience(_Movable):
     chosen: Bool[Tensor, "G T"] | None = None
     baselines: Float[Tensor, "G"] | None = None
     sum_pi_squared: Float[Tensor, "G T"] | None = None
+    scores: Float[Tensor, "G"] | None = None
+    positive: Float[Tensor, "G T"] | None = None
     home: list[int] | None = None
     images: dict[int, PromptImages] = field(default_factory=dict)
 

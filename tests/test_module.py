@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
-import yaml
 from lightning.pytorch.loggers import CSVLogger
 from pyarrow.parquet import read_table
-from toys import TINY_MODULE, even_tokens, fit
+from toys import TINY_MODULE, even_tokens, fit, recipe
 
-import lightning_rlhf
 from lightning_rlhf import (
     KL,
     Correction,
@@ -266,11 +263,8 @@ RECIPES = ("dr_grpo", "rloo", "reinforce_plus_plus", "remax", "dapo", "gspo", "c
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains(name, tmp_path):
     """Its settings of the algorithm with another model and task, a critic that is warm already, and responses that are cut."""
-    model = yaml.safe_load((Path(__file__).parent.parent / "configs" / f"{name}.yaml").read_text())["model"]
-    options = {k: KL(**v) if k == "kl" else v for k, v in model["init_args"].items()} | COMMON
-    options |= dict.fromkeys(options.keys() & {"critic_warmup", "mask_truncated"}, 0)
-    module = getattr(lightning_rlhf, model["class_path"].rpartition(".")[2])(**options)
-    (row,) = fit(module, tmp_path, 1, num_generations=4)
+    module, rollout = recipe(name, **COMMON)
+    (row,) = fit(module, tmp_path, 1, rollout, num_generations=4)
     assert row["actor/grad_norm"] > 0.0
     assert row["actor/skipped_steps"] == 0.0
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from jsonargparse.typing import NonNegativeFloat, PositiveInt
+from jsonargparse.typing import NonNegativeFloat, OpenUnitInterval, PositiveFloat, PositiveInt
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
@@ -76,6 +76,12 @@ class RLHFLightningModule(ScoredModule):
         mask_truncated: leave responses out that hit ``max_completion_length``.
         ppo_epochs: passes over a rollout.
         mini_batches: optimizer steps per pass.
+        target_kl: bound of KL(old policy, policy) in nats per token, a mean over the tokens of an optimizer step before it is
+            taken: beyond it, this step and the remaining ones of the iteration are left out; null is no bound.
+        positive_coef: weight of the negative log-likelihood of right responses, a mean over their tokens (VAPO, Yue et al. 2025,
+            arXiv:2504.05118, which takes 0.1); right is a reward of at least ``val_success``.
+        ema_decay: keep a moving average of the actor's weights in float32, which remembers some 1 / (1 - decay) iterations; for
+            ``lightning-rlhf export --average``. null is none.
         **kwargs: see `ScoredModule`, `TrainedModule` and `ModelSettings`.
     """
 
@@ -103,6 +109,9 @@ class RLHFLightningModule(ScoredModule):
         mask_truncated: bool = False,
         ppo_epochs: PositiveInt = 1,
         mini_batches: PositiveInt = 1,
+        target_kl: PositiveFloat | None = None,
+        positive_coef: NonNegativeFloat = 0.0,
+        ema_decay: OpenUnitInterval | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
@@ -119,6 +128,17 @@ class RLHFLightningModule(ScoredModule):
         self.mask_truncated, self.entropy_coef, self.correction = mask_truncated, entropy_coef, correction
         self.kl, self.kl_coef = kl, kl.coef
         self.ppo_epochs, self.mini_batches = ppo_epochs, mini_batches
+        self.target_kl, self.positive_coef, self.ema_decay = target_kl, positive_coef, ema_decay
+        if target_kl is not None and ppo_epochs * mini_batches == 1:
+            raise ValueError(
+                "model.target_kl ends an iteration of several optimizer steps, there is one: set model.mini_batches or"
+                " model.ppo_epochs, or leave it out"
+            )
+        if kl.refresh_every is not None and self.settings.lora is not None:
+            raise ValueError(
+                "model.kl.refresh_every: with model.lora the reference is the base without its adapter, which does not change:"
+                " leave out one of them"
+            )
         if clip_dual is not None and clip_dual <= 1.0:
             raise ValueError(f"model.clip_dual must be above 1, or null to switch it off, got {clip_dual}")
         self.phases = Phases()
@@ -131,6 +151,7 @@ class RLHFLightningModule(ScoredModule):
             rank_zero_warn(f"model.offload_reference moves nothing: {why}, so no reference is loaded")
         self.last_experience: Experience
         self.packing: dict[str, int] = {}
+        self._moved: Metrics
 
     def _check_estimator(self) -> None:
         """Raise ValueError if the estimator needs what this class does not have."""
@@ -149,6 +170,10 @@ class RLHFLightningModule(ScoredModule):
     @property
     def needs_reference(self) -> bool:
         return self.kl.coef > 0.0
+
+    @property
+    def refresh_every(self) -> int | None:
+        return self.kl.refresh_every
 
     @property
     def needs_greedy(self) -> bool:
@@ -195,6 +220,7 @@ class RLHFLightningModule(ScoredModule):
         experience = self.correct(experience)
         with self.phases("update"):
             metrics = self.update(experience)
+            self.follow_actor()
         metrics.mean("reward/frac_zero_std", same)
         if experience.baselines is not None:
             metrics.mean("reward/greedy_mean", experience.baselines, experience.baselines.isfinite())
@@ -326,7 +352,7 @@ class RLHFLightningModule(ScoredModule):
 
     def update(self, experience: Experience) -> Metrics:
         """``ppo_epochs`` x ``mini_batches`` optimizer steps; the last one advances ``trainer.global_step``."""
-        metrics = Metrics(self.device)
+        metrics, self._moved = Metrics(self.device), Metrics(self.device)
         self.packing = {"real_tokens": 0, "padded_tokens": 0}
         iteration, responses = self.trainer.fit_loop.total_batch_idx, len(experience)
         steps = [
@@ -338,12 +364,20 @@ class RLHFLightningModule(ScoredModule):
             weights, chosen = torch.zeros_like(experience.mask), torch.tensor(rows, device=self.device)
             weights[chosen] = token_weights(experience.mask[chosen], self.aggregation, experience.max_length)
             experience = self.select(experience, rows, number)
+            experience = self.weigh_positive(experience, chosen)
             batches, spent = micro_batches(experience, rows, self.split)
             self.packing["real_tokens"] += sum(len(experience.sequences[i]) for i in rows)
             self.packing["padded_tokens"] += spent
             for batch in batches:
                 self.micro_step(experience, batch, weights[batch.rows, : batch.width], metrics, len(steps))
-            self.step_optimizer(metrics, last=number == len(steps))
+            if too_far := self.moved_too_far():
+                self.optimizers().zero_grad()  # type: ignore[union-attr]
+            last = too_far or number == len(steps)
+            self.step_optimizer(Metrics(self.device) if too_far else metrics, last)
+            if last:
+                break
+        if self.target_kl is not None:
+            metrics.mean("actor/kl_skipped_steps", len(steps) - number + too_far)
         for scheduler in self._schedulers():
             scheduler.step()
         return metrics
@@ -374,6 +408,23 @@ class RLHFLightningModule(ScoredModule):
         chosen[here] = self.select_function(*tensors, **options)
         return replace(experience, chosen=chosen)
 
+    def weigh_positive(self, experience: Experience, rows: Tensor) -> Experience:
+        """Add the shares of the tokens in the likelihood of the step's right responses, those of ``rows``."""
+        if not self.positive_coef:
+            return experience
+        assert experience.scores is not None
+        positive, right = torch.zeros_like(experience.mask), experience.scores[rows] >= self.val_success
+        positive[rows] = token_weights(experience.mask[rows] * right[:, None], "token-mean")
+        return replace(experience, positive=positive)
+
+    def moved_too_far(self) -> bool:
+        """Whether KL(old policy, policy) of an optimizer step's tokens is beyond ``target_kl``; equal on every rank."""
+        if self.target_kl is None:
+            return False
+        distance = self._moved.reduce(self.strategy.all_reduce_dp).get("kl", 0.0)
+        self._moved = Metrics(self.device)
+        return bool(self.strategy.broadcast_object_sp(distance) > self.target_kl)
+
     def micro_step(
         self, experience: Experience, batch: MicroBatch, weights: Float[Tensor, "b T"], metrics: Metrics, steps: int
     ) -> None:
@@ -388,6 +439,8 @@ class RLHFLightningModule(ScoredModule):
         with_entropy = self.entropy_coef > 0.0 or self.is_logging_iteration
         log_probs, entropy = self.actor(batch.packed, experience.temperature, with_entropy)
         old = log_probs.detach() if experience.old_log_probs is None else experience.old_log_probs[rows, :width]
+        if self.target_kl is not None:
+            self._moved.mean("kl", kl_estimate(old, log_probs.detach(), "k3"), mask)
         assert experience.advantages is not None
         selected = {} if experience.chosen is None else {"chosen": experience.chosen[rows, :width]}
         token_losses, token_metrics = self.policy_loss(
@@ -407,6 +460,10 @@ class RLHFLightningModule(ScoredModule):
         metrics.sum("actor/pg_loss", loss.detach() / steps)
         if self.entropy_coef > 0.0:
             loss = loss - self.entropy_coef * _weighted(weights, entropy)
+        if experience.positive is not None:
+            surprise = _weighted(experience.positive[rows, :width], -log_probs)
+            metrics.sum("actor/positive_loss", surprise.detach() / steps)
+            loss = loss + self.positive_coef * surprise
         if experience.ref_log_probs is not None:
             distance = kl_estimate(log_probs, experience.ref_log_probs[rows, :width], self.kl.estimator)
             metrics.mean("actor/kl_loss", distance.detach(), weights)

@@ -77,6 +77,7 @@ def gather_experience(
         group=group[order],
         mask=mask,
         rewards=last_token_rewards(total, mask),
+        scores=total,
         temperature=rollout.sampling.temperature,
         max_length=rollout.sampling.max_completion_length,
         baselines=everyones,
