@@ -209,7 +209,7 @@ def test_the_likelihood_of_right_responses_is_a_mean_over_their_tokens(tmp_path)
 
     small = COMMON | {"reward": [right], "micro_batch_tokens": 64}
     module = Gradient(**small, positive_coef=0.1)
-    (row,) = fit(module, tmp_path, 1, num_generations=4)
+    (row,) = fit(module, tmp_path, 1, num_generations=4, stop_token_ids=tuple(range(2, 80)))  # of unequal lengths
     stock, experience = AutoModelForCausalLM.from_pretrained(tiny_model()), module.last_experience
     terms = []
     for ids, begin, score in zip(experience.sequences, experience.prompt_lengths, experience.scores, strict=True):
