@@ -26,6 +26,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 from transformers.utils.logging import disable_progress_bar
 
+from lightning_rlhf.callbacks.filtering import FilterGroups
 from lightning_rlhf.callbacks.preemption import Preemption, checkpoint_of_job, restarts
 from lightning_rlhf.callbacks.progress import IterationProgress
 from lightning_rlhf.callbacks.rollout import RolloutCallback
@@ -292,6 +293,7 @@ def _suggestion(text: str) -> str:
         *PPOLightningModule.__mro__[:-1],
         PromptDataModule,
         RolloutCallback,
+        FilterGroups,
         Sampling,
         KL,
         LoRA,

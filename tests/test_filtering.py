@@ -103,10 +103,26 @@ def test_each_data_rank_has_its_share_of_what_is_chosen_among_all():
         assert rounds.done
         found.append(rows(rounds))
     assert found == [[5, 3], [8, 1]]
-    rounds = Rounds(FilterGroups(), lambda own: shares)  # three of four are those of the other rank
-    add(rounds, first)
-    rounds._groups[0][1] = rounds._groups[0][0]
-    assert rows(rounds) == [5]
+
+
+def test_a_data_rank_may_have_none_of_what_is_chosen():
+    here, there = [{5: [0, 1], 3: [1, 0]}, {6: [0, 1], 7: [0, 1]}], [{8: [1, 1], 1: [0, 0]}, {2: [1, 1], 4: [0, 1]}]
+    shares: list[Any] = []
+    for number in (0, 1):
+        for part in (here, there):
+            add(Rounds(FilterGroups(), lambda own: shares.append(own) or [own]), part[number])
+    found = []
+    for part in (here, there):
+        gathered = iter((shares[:2], shares[2:]))
+        rounds = Rounds(FilterGroups(), lambda own, gathered=gathered: next(gathered))
+        for own in part:
+            assert not rounds or not rounds.done
+            add(rounds, own)
+        assert rounds.done
+        found.append(rows(rounds))
+    assert found == [[5, 3, 6, 7], []]
+    rollout, scores = rounds.result()
+    assert (rollout.mask.shape, rollout.group.shape, scores.total.shape) == ((0, 1), (0,), (0,))
 
 
 # -- in a run ----------------------------------------------------------------------------------------------------------

@@ -48,9 +48,10 @@ def test_the_baseline_of_remax_is_the_score_of_the_greedy_response_and_takes_par
     options = {"correction": Correction()} if async_level else {}
     module = GRPOLightningModule(**COMMON | {"reward": [of_both]}, advantage="remax", **options)
     rollout = {"engine": engine, "async_level": async_level}
-    (row,) = fit(module, tmp_path, 1, rollout=rollout, num_generations=2)
+    *_, row = fit(module, tmp_path, 1 + async_level, rollout=rollout, num_generations=2)
+    assert row.get("rollout/staleness", 0) == async_level
     experience = module.last_experience
-    assert (engine.requests, len(experience)) == (48, 32)
+    assert (engine.requests, engine.context.max_num_seqs, len(experience)) == (48, 48, 32)
     prompts = [tuple(s[:n].tolist()) for s, n in zip(experience.sequences, experience.prompt_lengths, strict=True)]
     texts = [module.tokenizer.decode(prompt) for prompt in prompts]
     expected = torch.tensor(of_both(texts, [engine.greedy[prompt] for prompt in prompts]))
@@ -154,6 +155,23 @@ def test_the_average_of_the_actor_is_kept_goes_on_and_is_exported(tmp_path):
     assert said.startswith("average of Qwen2ForCausalLM of iteration 4")
     for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters():
         assert torch.equal(tensor, whole.seen[-1]["average"][f"model.{name}"])
+
+
+def test_the_average_of_an_adapter_is_exported_merged(tmp_path):
+    saver = IterationCheckpoint(dirpath=str(tmp_path / "ck"))
+    module = GRPOLightningModule(**COMMON | {"lr": 3e-2}, lora=LoRA(r=4), ema_decay=0.5)
+    fit(module, tmp_path / "run", 3, num_generations=4, callbacks=[saver])
+    export_checkpoint(str(tmp_path / "ck/iteration-000003.ckpt"), str(tmp_path / "out"), average=True, dtype="float32")
+    trained = {name: p for name, p in module.actor.named_parameters() if p.requires_grad}
+    averages = dict(module.average.named_parameters())
+    assert trained.keys() == averages.keys()
+    with torch.no_grad():
+        assert any(not torch.equal(p.full_tensor(), averages[name].full_tensor()) for name, p in trained.items())
+        for name, parameter in trained.items():
+            parameter.copy_(averages[name])
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        for name, tensor in module.actor.hf_named_parameters():
+            torch.testing.assert_close(exported.get_parameter(name), tensor.full_tensor())
 
 
 def test_a_checkpoint_without_an_average_has_none_to_export(tmp_path):
