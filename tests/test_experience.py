@@ -60,6 +60,17 @@ def test_baselines_go_with_the_responses_of_their_prompt_and_one_that_is_missing
     assert experience.mask.any(1).tolist() == [False, False, True, True]
 
 
+def test_a_data_rank_without_responses_adds_none():
+    shares = []
+    nothing = rollout([], [])
+    for part, scores in ((HERE, [1.0, 0.0]), (nothing, [])):
+        gather_experience(part, Scores(torch.tensor(scores)), lambda share: shares.append(share) or shares)
+    experience = gather_experience(nothing, Scores(torch.tensor([])), lambda share: shares, data_rank=1)
+    assert experience.group.tolist() == [7, 7]
+    assert experience.sequences[0].tolist() == [107, 207, 1, 2, 3]
+    assert experience.sampler_log_probs.shape == (2, 3)
+
+
 def test_pictures_stay_on_the_data_rank_of_their_prompt():
     shown = object()
     prompts = replace(HERE.prompts, images=[shown])
