@@ -31,6 +31,8 @@ ALLOWED = {
     "prompts": {"types", "sources", "images"},
     "data": {"types", "prompts", "sampler", "sources", "tiny"},
     "rewards": {"types", "tiny"},
+    "sandbox": set(),
+    "code_tests": {"rewards", "sandbox"},
     "scoring": {"types", "calls", "rewards", "runners"},
     "storage": set(),
     "restricted": {"storage"},
