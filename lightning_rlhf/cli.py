@@ -288,8 +288,7 @@ def _suggestion(text: str) -> str:
         return ""
     classes = (
         ModelSettings,
-        RLHFLightningModule,
-        PPOLightningModule,
+        *PPOLightningModule.__mro__[:-1],
         PromptDataModule,
         RolloutCallback,
         Sampling,

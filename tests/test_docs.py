@@ -17,7 +17,6 @@ from toys import command
 
 import lightning_rlhf
 from lightning_rlhf.callbacks import memory
-from lightning_rlhf.modules.base import RLHFLightningModule
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.rollout import VLLMEngine
 
@@ -26,7 +25,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 OWNERS: dict[str, tuple[type, ...]] = {
     "trainer": (pl.Trainer,),
     "trainer.strategy": (lightning_rlhf.FSDPUlyssesStrategy,),
-    "model": (RLHFLightningModule, lightning_rlhf.PPOLightningModule, ModelSettings),
+    "model": (*lightning_rlhf.PPOLightningModule.__mro__[:-1], ModelSettings),
     "model.kl": (lightning_rlhf.KL,),
     "model.correction": (lightning_rlhf.Correction,),
     "model.lora": (lightning_rlhf.LoRA,),

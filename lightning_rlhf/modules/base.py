@@ -13,32 +13,28 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from lightning.pytorch.cli import OptimizerCallable
-from lightning.pytorch.core.optimizer import do_nothing_closure
-from lightning.pytorch.trainer.states import TrainerFn
+from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_rlhf.flops import Passes, dims_of, frozen
 from lightning_rlhf.modules import advantages, losses
-from lightning_rlhf.modules.batching import MicroBatch, Split, micro_batches, mini_batches
+from lightning_rlhf.modules.aggregation import Aggregation, token_weights
+from lightning_rlhf.modules.batching import MicroBatch, micro_batches, mini_batches
 from lightning_rlhf.modules.correction import Correction, add_off_policy, importance_weights, kept, mean_weight
 from lightning_rlhf.modules.experience import gather_experience
-from lightning_rlhf.modules.gradients import clip_roles
-from lightning_rlhf.modules.kl import KL
+from lightning_rlhf.modules.functions import check_options, function_named
+from lightning_rlhf.modules.kl import KL, kl_estimate
 from lightning_rlhf.modules.lora import trained_matrices
-from lightning_rlhf.modules.losses import OWN_AGGREGATION, SELECTIONS, Aggregation, kl_estimate, token_weights
+from lightning_rlhf.modules.losses import OWN_AGGREGATION, SELECTIONS
 from lightning_rlhf.modules.metrics import Metrics
 from lightning_rlhf.modules.policy import Critic, Policy
 from lightning_rlhf.modules.report import (
@@ -50,30 +46,19 @@ from lightning_rlhf.modules.report import (
     constant_groups,
     finish,
 )
-from lightning_rlhf.modules.roles import ModelRoles
-from lightning_rlhf.modules.schedules import Schedule, warmup_schedule
-from lightning_rlhf.modules.settings import ModelSettings
-from lightning_rlhf.modules.validation import ValidationMetrics
-from lightning_rlhf.packing import Packed, attention_cost
+from lightning_rlhf.modules.scored import ScoredModule
+from lightning_rlhf.packing import Packed
 from lightning_rlhf.phases import Phases
-from lightning_rlhf.scoring import Scorer, answers_of
 from lightning_rlhf.types import Experience, Rollout, Scores, derive_seed
 
-RewardFunction = Callable[..., Any]
 
-
-class RLHFLightningModule(ModelRoles):
+class RLHFLightningModule(ScoredModule):
     """Group-based policy optimisation without a critic; the base of every algorithm.
 
     Override points, each one small method: `score`, `compute_advantages`, `policy_loss`, `configure_optimizers`.
 
     Args:
         model: local folder or hub id of the policy, or ``random:tiny``.
-        reward: functions by dotted path, in TRL's signature ``f(prompts, completions, **columns)`` or verl's
-            ``f(data_source, solution_str, ground_truth, extra_info)``; not needed when `score` is overridden.
-        reward_weights: one per function, default 1.
-        reward_timeout: seconds one scoring of an iteration's responses may take per function; null is no limit.
-        reward_workers: processes for reward functions; 0 runs them in this process.
         advantage: estimator by name (see `modules.advantages`) or dotted path; default `default_advantage` of the class.
         advantage_args: options of the estimator, such as {gamma: 0.99}.
         loss: policy loss by name (see `modules.losses`) or dotted path.
@@ -91,17 +76,7 @@ class RLHFLightningModule(ModelRoles):
         mask_truncated: leave responses out that hit ``max_completion_length``.
         ppo_epochs: passes over a rollout.
         mini_batches: optimizer steps per pass.
-        micro_batch_tokens: token budget of one forward and backward pass on one GPU; must hold the longest sequence.
-        lr: learning rate of the actor.
-        optimizer: called with parameter groups that carry their own rates: an ``lr`` given here is not used.
-        lr_schedule: over iterations, see `modules.schedules`.
-        warmup_steps: iterations of linear warm-up.
-        min_lr_ratio: share of the rate at the end of a linear or cosine schedule.
-        max_grad_norm: gradients are clipped to this norm, actor and critic each on their own; null switches it off.
-        val_success: a validation response with at least this reward solves its prompt (mean@k, pass@k, maj@k).
-        val_before_train: validate the model as it is before the first iteration; a resumed run does not.
-        max_skipped_steps: stop after so many optimizer steps in a row without a finite gradient.
-        **kwargs: how the models are built, see `ModelSettings`.
+        **kwargs: see `ScoredModule`, `TrainedModule` and `ModelSettings`.
     """
 
     # not a default of the argument: on the command line the arguments of one class are carried over to another
@@ -112,10 +87,6 @@ class RLHFLightningModule(ModelRoles):
     def __init__(
         self,
         model: str,
-        reward: list[RewardFunction] | None = None,
-        reward_weights: list[float] | None = None,
-        reward_timeout: PositiveFloat | None = 60.0,
-        reward_workers: NonNegativeInt = 0,
         advantage: str | None = None,
         advantage_args: dict[str, Any] | None = None,
         loss: str = "ppo",
@@ -130,52 +101,33 @@ class RLHFLightningModule(ModelRoles):
         mask_truncated: bool = False,
         ppo_epochs: PositiveInt = 1,
         mini_batches: PositiveInt = 1,
-        micro_batch_tokens: PositiveInt = 16384,
-        lr: PositiveFloat = 1e-6,
-        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, weight_decay=0.0, fused=True),
-        lr_schedule: Schedule = "constant",
-        warmup_steps: NonNegativeInt = 0,
-        min_lr_ratio: NonNegativeFloat = 0.0,
-        max_grad_norm: PositiveFloat | None = 1.0,
-        max_skipped_steps: PositiveInt = 10,
-        val_success: float = 1.0,
-        val_before_train: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(ModelSettings(model, **kwargs), lr)
-        self.automatic_optimization = False
-        self.scorer = Scorer(reward or [], reward_weights, timeout=reward_timeout, workers=reward_workers)
-        self.advantage_function = _function(advantage or self.default_advantage, advantages, "model.advantage")
+        super().__init__(model, **kwargs)
+        self.advantage_function = function_named(advantage or self.default_advantage, advantages, "model.advantage")
         self.advantage_args = advantage_args or {}
         self._check_estimator()
-        self.loss_function = _function(loss, losses, "model.loss")
+        self.loss_function = function_named(loss, losses, "model.loss")
         self.select_function = SELECTIONS.get(self.loss_function)
         clips = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual}
-        _check_options(self.loss_function, loss_args or {}, {*clips, *_TENSORS}, "model.loss_args")
+        check_options(self.loss_function, loss_args or {}, {*clips, *_TENSORS}, "model.loss_args")
         given = {name: clip for name, clip in clips.items() if clip is not None or name == "clip_dual"}
         self.loss_args = given | (loss_args or {})
         self.aggregation: Aggregation = aggregation or OWN_AGGREGATION.get(self.loss_function, "token-mean")
         self.mask_truncated, self.entropy_coef, self.correction = mask_truncated, entropy_coef, correction
         self.kl, self.kl_coef = kl, kl.coef
-        self.ppo_epochs, self.mini_batches, self.micro_batch_tokens = ppo_epochs, mini_batches, micro_batch_tokens
-        self.optimizer = optimizer
-        self.lr_schedule, self.warmup_steps, self.min_lr_ratio = lr_schedule, warmup_steps, min_lr_ratio
-        self.max_grad_norm, self.max_skipped_steps = max_grad_norm, max_skipped_steps
-        self.val_success, self.val_before_train = val_success, val_before_train
+        self.ppo_epochs, self.mini_batches = ppo_epochs, mini_batches
         if clip_dual is not None and clip_dual <= 1.0:
             raise ValueError(f"model.clip_dual must be above 1, or null to switch it off, got {clip_dual}")
         self.phases = Phases()
         self.alarms = Alarms()
-        self._skipped_in_a_row = 0
         self._logged: set[str] = set()
-        self._validation: dict[int, ValidationMetrics] = {}
         # what callbacks add to an iteration's metrics, and what they may read of the last one
         self.extra_metrics: dict[str, float] = {}
         if self.settings.offload_reference and (self.settings.lora is not None or not self.needs_reference):
             why = "model.kl.coef is 0" if not self.needs_reference else "model.lora is set"
             rank_zero_warn(f"model.offload_reference moves nothing: {why}, so no reference is loaded")
         self.last_experience: Experience
-        self.last_scores: Scores
         self.packing: dict[str, int] = {}
 
     def _check_estimator(self) -> None:
@@ -184,7 +136,7 @@ class RLHFLightningModule(ModelRoles):
         needed = {
             p.name for p in parameters if p.default is p.empty and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
         }
-        _check_options(self.advantage_function, self.advantage_args, self.advantage_inputs, "model.advantage_args")
+        check_options(self.advantage_function, self.advantage_args, self.advantage_inputs, "model.advantage_args")
         if missing := needed - self.advantage_inputs - self.advantage_args.keys():
             raise ValueError(
                 f"model.advantage: {self.advantage_function.__name__} needs {', '.join(sorted(missing))}, which"
@@ -210,15 +162,6 @@ class RLHFLightningModule(ModelRoles):
             dims = frozen(dims, *trained_matrices(root))
         return [Passes("update", dims, self.ppo_epochs, self.ppo_epochs)]
 
-    def configure_optimizers(self) -> Any:
-        optimizer = self.optimizer(self.parameter_groups())
-        total = self.trainer.estimated_stepping_batches
-        if total == float("inf") and self.lr_schedule != "constant":
-            raise ValueError(f"model.lr_schedule {self.lr_schedule} needs an end: set trainer.max_steps or max_epochs")
-        iterations = 1 if total == float("inf") else int(total)
-        scheduler = warmup_schedule(optimizer, self.lr_schedule, self.warmup_steps, iterations, self.min_lr_ratio)
-        return [optimizer], [scheduler]
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         if self.kl.target is not None:
@@ -228,9 +171,6 @@ class RLHFLightningModule(ModelRoles):
         super().on_load_checkpoint(checkpoint)
         if self.kl.target is not None:
             self.kl_coef = checkpoint.get("kl_coef", self.kl_coef)
-
-    def teardown(self, stage: str) -> None:
-        self.scorer.close()
 
     # -- one iteration -----------------------------------------------------------------------------
 
@@ -254,17 +194,6 @@ class RLHFLightningModule(ModelRoles):
         self.last_experience, self.last_scores = experience, scores
         self.log_iteration(rollout, experience, metrics)
 
-    def score(self, rollout: Rollout) -> Scores | Tensor | Sequence[float]:
-        """One reward per response of this rank; NaN leaves the response out. Override it to bring your own.
-
-        Called for training and validation, on the first rank of each sequence-parallel group only.
-        """
-        return self.scorer(rollout, self.decode(rollout), self.trainer)
-
-    def decode(self, rollout: Rollout) -> list[str]:
-        """Texts of the responses, special tokens left out."""
-        return [str(self.tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in rollout.completions]
-
     def compute_advantages(self, experience: Experience) -> tuple[Tensor, Tensor]:
         """(advantages, returns), each (G, T), from the whole batch. Runs equally on every rank."""
         return self.advantage_function(
@@ -282,29 +211,6 @@ class RLHFLightningModule(ModelRoles):
         return self.loss_function(log_probs, old_log_probs, token_advantages, mask, **self.loss_args, **selected)
 
     # -- scoring and evaluation --------------------------------------------------------------------
-
-    def scores_of(self, rollout: Rollout) -> Scores:
-        """`score`, run once per data rank; a failure on any rank ends all of them with its message."""
-        result: Any = None
-        failure: BaseException | None = None
-        try:
-            if self.strategy.sp_rank == 0:
-                value = self.score(rollout)
-                result = value if isinstance(value, Scores) else Scores(torch.as_tensor(value, dtype=torch.float32))
-                if result.total.shape != (len(rollout),):
-                    got = tuple(result.total.shape)
-                    raise ValueError(f"score() must return one reward per response: ({len(rollout)},), got {got}")
-        except Exception as error:
-            failure = error
-        result, message = self.strategy.broadcast_object_sp(
-            (result, failure and f"{type(failure).__name__}: {failure}")
-        )
-        messages = [m for m in self.strategy.all_gather_objects_dp(message) if m]
-        if failure is not None:
-            raise failure
-        if messages:
-            raise RuntimeError(f"score() failed on another rank: {messages[0]}")
-        return result
 
     def gather(self, rollout: Rollout, scores: Scores) -> Experience:
         """The whole iteration, on this rank's device."""
@@ -404,7 +310,7 @@ class RLHFLightningModule(ModelRoles):
             self.packing["padded_tokens"] += spent
             for batch in batches:
                 self.micro_step(experience, batch, weights[batch.rows, : batch.width], metrics, len(steps))
-            self.optimizer_step_of_iteration(metrics, last=number == len(steps))
+            self.step_optimizer(metrics, last=number == len(steps))
         for scheduler in self._schedulers():
             scheduler.step()
         return metrics
@@ -485,52 +391,6 @@ class RLHFLightningModule(ModelRoles):
         if sampler is not None:
             add_mismatch(metrics, old, sampler, mask)
 
-    def optimizer_step_of_iteration(self, metrics: Metrics, last: bool) -> None:
-        """Clip and check each role, then step once; a role without a finite norm keeps its weights and is counted."""
-        optimizer = self.optimizers()
-        assert not isinstance(optimizer, list)
-        norms = clip_roles(optimizer.param_groups, self.max_grad_norm)
-        for role, norm in norms.items():
-            if norm is not None:
-                metrics.mean(f"{role}/grad_norm", norm)
-            metrics.sum(f"{role}/skipped_steps", float(norm is None) / self.strategy.dp_size)
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if None in norms.values() else 0
-        if last:
-            optimizer.step()
-            self.iteration = self.trainer.global_step
-        else:
-            self.trainer.strategy.optimizer_step(optimizer.optimizer, do_nothing_closure)
-        optimizer.zero_grad()
-        self.weight_version += 1
-        if self._skipped_in_a_row >= self.max_skipped_steps:
-            raise RuntimeError(
-                f"the gradient norm was not finite in {self._skipped_in_a_row} optimizer steps in a row: lower model.lr or"
-                " look at the rewards and log-probs of the last rollout"
-            )
-
-    @property
-    def split(self) -> Split:
-        """How this rank's share of any batch is found."""
-        strategy = self.strategy
-        return Split(
-            data_ranks=strategy.dp_size,
-            data_rank=strategy.dp_rank,
-            sequence_ranks=strategy.sequence_parallel_size,
-            sequence_rank=strategy.sp_rank,
-            tokens=self.micro_batch_tokens,
-            cost=attention_cost(self.actor.hidden_size),
-            device=self.device,
-        )
-
-    @property
-    def is_logging_iteration(self) -> bool:
-        every = max(1, self.trainer.log_every_n_steps)  # type: ignore[attr-defined]
-        return (self.trainer.fit_loop.total_batch_idx + 1) % every == 0
-
-    def _schedulers(self) -> list[Any]:
-        schedulers = self.lr_schedulers()
-        return schedulers if isinstance(schedulers, list) else [] if schedulers is None else [schedulers]
-
     # -- metrics -----------------------------------------------------------------------------------
 
     def log_iteration(self, rollout: Rollout, experience: Experience, metrics: Metrics) -> None:
@@ -553,89 +413,11 @@ class RLHFLightningModule(ModelRoles):
         self.log("reward", reduced["reward/mean"], prog_bar=True, logger=False, batch_size=len(experience))
         self.alarms(reduced, rollout.sampling)
 
-    def forget(self, names: set[str]) -> None:
-        """Metrics that are not measured in every iteration: Lightning would log their last value again."""
-        for key, result in (self.trainer._results or {}).items():
-            if result.meta.name in names and key.startswith("training_step."):
-                result.reset()
-
-    # -- validation --------------------------------------------------------------------------------
-
-    def on_train_start(self) -> None:
-        """Validation before training; here every callback has begun, the module's hook being the last."""
-        trainer = self.trainer
-        if not self.val_before_train or trainer.global_step:
-            return
-        if not trainer.enable_validation:
-            rank_zero_warn("model.val_before_train has nothing to validate on: set data.val_path or data.val")
-        trainer.validating = True
-        trainer.fit_loop.epoch_loop.val_loop.run()
-        trainer.training = True
-
-    def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
-        rollout: Rollout = batch["rollout"]
-        self.last_scores = self.scores_of(rollout)
-        if dataloader_idx not in self._validation:
-            metrics = ValidationMetrics(self.validation_set(dataloader_idx), self.val_success)
-            self._validation[dataloader_idx] = metrics.to(self.device)
-        n = rollout.sampling.num_generations
-        answers = answers_of(self.last_scores, self.decode(rollout)) if n > 1 else ()
-        self._validation[dataloader_idx].update(rollout.prompts.index, self.last_scores, n, answers)
-
-    def validation_set(self, dataloader_idx: int) -> str:
-        """Its name in metrics and samples."""
-        names = getattr(getattr(self.trainer, "datamodule", None), "val_names", None) or ["heldout"]
-        return names[dataloader_idx] if dataloader_idx < len(names) else f"heldout_{dataloader_idx}"
-
-    def test_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.validation_step(batch, batch_idx, dataloader_idx)
-
-    def on_test_epoch_end(self) -> None:
-        self.on_validation_epoch_end()
-
-    def on_validation_epoch_end(self) -> None:
-        for metrics in self._validation.values():
-            self.log_dict(metrics.compute(), sync_dist=False, batch_size=1)
-        self._validation.clear()
-        if self.trainer.state.fn != TrainerFn.FITTING:  # Lightning knows no other than 0
-            self.log("step", float(self.iteration), sync_dist=False, batch_size=1)
-
 
 def _weighted(weights: Tensor, token_values: Tensor) -> Tensor:
     """Σ w x, where a token of weight 0 may be anything."""
     return (weights * torch.where(weights > 0, token_values, 0.0)).sum()
 
 
-def _function(name: str | Callable[..., Any], module: ModuleType, key: str) -> Callable[..., Any]:
-    """A function of ``module`` by its name, or any function by its dotted path.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if callable(name):
-        return name
-    source, _, attribute = name.rpartition(".")
-    try:
-        found = getattr(import_module(source) if source else module, attribute)
-    except (ImportError, AttributeError):
-        takes_all = [
-            n for n, f in vars(module).items() if inspect.isfunction(f) and "_" in inspect.signature(f).parameters
-        ]
-        public = [n for n in takes_all if vars(module)[n].__module__ == module.__name__ and n[0] != "_"]
-        raise ValueError(f"{key}: there is no {name!r}; built in: {', '.join(public)}, or a dotted path") from None
-    return found
-
-
 _TENSORS = frozenset({"log_probs", "old_log_probs", "advantages", "mask", "chosen"})
 """Arguments of a loss that are no options."""
-
-
-def _check_options(function: Callable[..., Any], given: Mapping[str, Any], own: Collection[str], key: str) -> None:
-    """Raise ValueError if ``given`` has a name that ``function`` does not list, or one that the module hands over (``own``)."""
-    listed = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    options = [name for name in listed if name not in own]
-    for name in given:
-        if name not in options:
-            raise ValueError(
-                f"{key}: {function.__name__} has no option {name!r}; it has {', '.join(options) or 'none'}"
-            )

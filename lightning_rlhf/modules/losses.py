@@ -1,7 +1,7 @@
 r"""Losses of policy and critic as plain functions: per-token losses first, weights and sums after.
 
     policy loss     name(log_probs, old_log_probs, advantages, mask, *, …, **_) -> (token_losses (B, T), metrics)
-    aggregation     loss = Σ_t w_t · l_t      w = token_weights(mask, mode)
+    aggregation     loss = Σ_t w_t · l_t      w = token_weights(mask, mode), see `modules.aggregation`
 
     l = clamp(log_probs - old_log_probs, ±20)      ρ = e^l      clip(x) = clamp(x, 1 - low, 1 + high)
     m = mean of l over a response                  s = e^m      sg: no gradient      π = e^log_probs
@@ -18,32 +18,28 @@ r"""Losses of policy and critic as plain functions: per-token losses first, weig
     kl_cov    -A·ρ                           + coef·|l| for the tokens of largest c
               c = (A - mean A)·(log_probs - mean log_probs)
 
-    d = log_probs - ref_log_probs      c = clamp(-d, ±20)
-    k1 = d      abs = |d|      k2 = d²/2      k3 = clamp(e^c - c - 1, ±10)
-    suffix +   the value of the estimator, the gradient of k2
-
-Constraints. Weights must come from the masks of the WHOLE optimizer step (all ranks, all micro-batches); a
-micro-batch then takes its rows of them, and the sums of any split add up to the loss. Rows are whole responses. What a loss
-selects from all tokens of the step is found first, by a function of `SELECTIONS`. ``mask`` is 1 on the tokens
-that count; whatever stands elsewhere (1e3, NaN) reaches neither loss nor gradient. Metrics are detached (B, T)
-tensors: the caller averages them with the loss's token weights, so that they too do not depend on the split.
+Constraints. Rows are whole responses. What a loss selects from all tokens of an optimizer step is found first, by a function of
+`SELECTIONS`. ``mask`` is 1 on the tokens that count; whatever stands elsewhere (1e3, NaN) reaches neither loss nor gradient.
+Metrics are detached (B, T) tensors: the caller averages them with the loss's token weights, so that they too do not depend on
+the split.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
-"""Bound of log-ratios before they are exponentiated: e^20 times an advantage is finite in every float type but fp16."""
-
-Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-KLKind = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
-
+# found here, too: all that a loss is made of
+from lightning_rlhf.modules.aggregation import Aggregation as Aggregation
+from lightning_rlhf.modules.aggregation import aggregate as aggregate
+from lightning_rlhf.modules.aggregation import token_weights as token_weights
+from lightning_rlhf.modules.kl import MAX_LOG_RATIO as MAX_LOG_RATIO
+from lightning_rlhf.modules.kl import KLKind as KLKind
+from lightning_rlhf.modules.kl import kl_estimate as kl_estimate
 
 PolicyLoss = tuple[Float[Tensor, "B T"], dict[str, Float[Tensor, "B T"]]]
 """Token losses and metrics, both 0 where masked. The arguments of all policy losses are those of `ppo`."""
@@ -407,58 +403,6 @@ def value_loss(
     return 0.5 * torch.maximum(free, clipped), {"clip_fraction": (clipped > free).to(free.dtype)}
 
 
-def kl_estimate(
-    log_probs: Float[Tensor, "B T"], ref_log_probs: Float[Tensor, "B T"], kind: KLKind
-) -> Float[Tensor, "B T"]:
-    """Per-token estimate of KL(policy, reference) from sampled tokens (Schulman, 2020, "Approximating KL divergence").
-
-    k1 is unbiased but, as a loss, has no useful gradient; k2 has the gradient of the true KL on policy, k3 that of
-    KL(reference, policy). A kind that ends in ``+`` combines them: its own value, k2's gradient.
-
-    Raises:
-        ValueError: unknown ``kind``.
-    """
-    if kind not in get_args(KLKind):
-        raise ValueError(f"the KL estimator must be one of {', '.join(get_args(KLKind))}, got {kind!r}")
-    d = log_probs - ref_log_probs.detach()
-    value = _KL[kind.removesuffix("+")](d)
-    if not kind.endswith("+"):
-        return value
-    surrogate = _k2(d)
-    return value.detach() + (surrogate - surrogate.detach())
-
-
-def token_weights(
-    mask: Float[Tensor, "B T"], mode: Aggregation, norm_length: float | None = None
-) -> Float[Tensor, "B T"]:
-    """The share of each token in the loss of one optimizer step; 0 where the mask is 0, also when all of it is.
-
-    ``mask`` holds every response of the step. N is the number of its tokens, n_i that of response i, and M the number
-    of responses with at least one: a fully masked response counts nowhere.
-
-    Args:
-        mask: 1 on the tokens that count.
-        mode: token-mean 1/N; token-sum 1; seq-mean-token-sum 1/M; seq-mean-token-mean 1/(M·n_i);
-            seq-mean-token-sum-norm 1/(M·norm_length).
-        norm_length: the constant of the last mode, usually the longest response allowed; None takes T.
-
-    Raises:
-        ValueError: unknown ``mode``.
-    """
-    if mode not in _ROW_WEIGHT:
-        raise ValueError(f"the loss aggregation must be one of {', '.join(_ROW_WEIGHT)}, got {mode!r}")
-    on = (mask > 0).to(torch.promote_types(mask.dtype, torch.float32))
-    lengths = on.sum(dim=1, keepdim=True)
-    return on * _ROW_WEIGHT[mode](lengths, norm_length or mask.shape[1])
-
-
-def aggregate(
-    token_losses: Float[Tensor, "B T"], mask: Float[Tensor, "B T"], mode: Aggregation, norm_length: float | None = None
-) -> Float[Tensor, ""]:
-    """The loss of one optimizer step, Σ token_weights · token_losses; masked losses may be anything."""
-    return (token_weights(mask, mode, norm_length) * torch.where(mask > 0, token_losses, 0)).sum()
-
-
 def _inputs(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -509,35 +453,5 @@ def _largest(x: Tensor, mask: Tensor, share: float) -> Tensor:
     return chosen.view_as(x) & x.isfinite()
 
 
-def _k2(d: Tensor) -> Tensor:
-    return 0.5 * d.square()
-
-
-def _k3(d: Tensor) -> Tensor:
-    c = (-d).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return (torch.expm1(c) - c).clamp(-10.0, 10.0)
-
-
-_KL: dict[str, Callable[[Tensor], Tensor]] = {"k1": lambda d: d, "abs": torch.abs, "k2": _k2, "k3": _k3}
-
-
 OWN_AGGREGATION: dict[Callable[..., Any], Aggregation] = dict.fromkeys((gspo, gmpo, sapo), "seq-mean-token-mean")
 """Of the losses whose papers average over responses first; the others' is token-mean."""
-
-
-def _tokens(lengths: Tensor) -> Tensor:
-    return lengths.sum().clamp(min=1)
-
-
-def _responses(lengths: Tensor) -> Tensor:
-    return (lengths > 0).to(lengths.dtype).sum().clamp(min=1)
-
-
-_ROW_WEIGHT: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "token-mean": lambda lengths, norm: 1 / _tokens(lengths),
-    "token-sum": lambda lengths, norm: torch.ones_like(lengths),
-    "seq-mean-token-sum": lambda lengths, norm: 1 / _responses(lengths),
-    "seq-mean-token-mean": lambda lengths, norm: 1 / (_responses(lengths) * lengths.clamp(min=1)),
-    "seq-mean-token-sum-norm": lambda lengths, norm: 1 / (_responses(lengths) * norm),
-}
-"""Weight of a token, given the number of tokens of each response (B, 1)."""

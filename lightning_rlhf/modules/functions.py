@@ -1,0 +1,40 @@
+"""Functions by name: an estimator, a loss, or the user's own by dotted path, and the options they list."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+
+def function_named(name: str | Callable[..., Any], module: ModuleType, key: str) -> Callable[..., Any]:
+    """A function of ``module`` by its name, or any function by its dotted path.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if callable(name):
+        return name
+    source, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(import_module(source) if source else module, attribute)
+    except (ImportError, AttributeError):
+        takes_all = [
+            n for n, f in vars(module).items() if inspect.isfunction(f) and "_" in inspect.signature(f).parameters
+        ]
+        public = [n for n in takes_all if vars(module)[n].__module__ == module.__name__ and n[0] != "_"]
+        raise ValueError(f"{key}: there is no {name!r}; built in: {', '.join(public)}, or a dotted path") from None
+    return found
+
+
+def check_options(function: Callable[..., Any], given: Mapping[str, Any], own: Collection[str], key: str) -> None:
+    """Raise ValueError if ``given`` has a name that ``function`` does not list, or one that the module hands over (``own``)."""
+    listed = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    options = [name for name in listed if name not in own]
+    for name in given:
+        if name not in options:
+            raise ValueError(
+                f"{key}: {function.__name__} has no option {name!r}; it has {', '.join(options) or 'none'}"
+            )

@@ -1,0 +1,133 @@
+"""`ScoredModule`: from responses to rewards, in training and in validation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jsonargparse.typing import NonNegativeInt, PositiveFloat
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lightning_rlhf.modules.training import TrainedModule
+from lightning_rlhf.modules.validation import ValidationMetrics
+from lightning_rlhf.scoring import Scorer, answers_of
+from lightning_rlhf.types import Rollout, Scores
+
+RewardFunction = Callable[..., Any]
+
+
+class ScoredModule(TrainedModule):
+    """Reward functions, and validation with them. Override point: `score`.
+
+    Args:
+        model: see `TrainedModule`.
+        reward: functions by dotted path, in TRL's signature ``f(prompts, completions, **columns)`` or verl's
+            ``f(data_source, solution_str, ground_truth, extra_info)``; not needed when `score` is overridden.
+        reward_weights: one per function, default 1.
+        reward_timeout: seconds one scoring of an iteration's responses may take per function; null is no limit.
+        reward_workers: processes for reward functions; 0 runs them in this process.
+        val_success: a validation response with at least this reward solves its prompt (mean@k, pass@k, maj@k).
+        val_before_train: validate the model as it is before the first iteration; a resumed run does not.
+        **kwargs: see `TrainedModule`.
+
+    Attributes:
+        last_scores: of the last responses, for callbacks.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        reward: list[RewardFunction] | None = None,
+        reward_weights: list[float] | None = None,
+        reward_timeout: PositiveFloat | None = 60.0,
+        reward_workers: NonNegativeInt = 0,
+        val_success: float = 1.0,
+        val_before_train: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model, **kwargs)
+        self.scorer = Scorer(reward or [], reward_weights, timeout=reward_timeout, workers=reward_workers)
+        self.val_success, self.val_before_train = val_success, val_before_train
+        self.last_scores: Scores
+        self._validation: dict[int, ValidationMetrics] = {}
+
+    def teardown(self, stage: str) -> None:
+        self.scorer.close()
+
+    def score(self, rollout: Rollout) -> Scores | Tensor | Sequence[float]:
+        """One reward per response of this rank; NaN leaves the response out. Override it to bring your own.
+
+        Called for training and validation, on the first rank of each sequence-parallel group only.
+        """
+        return self.scorer(rollout, self.decode(rollout), self.trainer)
+
+    def decode(self, rollout: Rollout) -> list[str]:
+        """Texts of the responses, special tokens left out."""
+        return [str(self.tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in rollout.completions]
+
+    def scores_of(self, rollout: Rollout) -> Scores:
+        """`score`, run once per data rank; a failure on any rank ends all of them with its message."""
+        result: Any = None
+        failure: BaseException | None = None
+        try:
+            if self.strategy.sp_rank == 0:
+                value = self.score(rollout)
+                result = value if isinstance(value, Scores) else Scores(torch.as_tensor(value, dtype=torch.float32))
+                if result.total.shape != (len(rollout),):
+                    got = tuple(result.total.shape)
+                    raise ValueError(f"score() must return one reward per response: ({len(rollout)},), got {got}")
+        except Exception as error:
+            failure = error
+        result, message = self.strategy.broadcast_object_sp(
+            (result, failure and f"{type(failure).__name__}: {failure}")
+        )
+        messages = [m for m in self.strategy.all_gather_objects_dp(message) if m]
+        if failure is not None:
+            raise failure
+        if messages:
+            raise RuntimeError(f"score() failed on another rank: {messages[0]}")
+        return result
+
+    # -- validation --------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Validation before training; here every callback has begun, the module's hook being the last."""
+        trainer = self.trainer
+        if not self.val_before_train or trainer.global_step:
+            return
+        if not trainer.enable_validation:
+            rank_zero_warn("model.val_before_train has nothing to validate on: set data.val_path or data.val")
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.run()
+        trainer.training = True
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        rollout: Rollout = batch["rollout"]
+        self.last_scores = self.scores_of(rollout)
+        if dataloader_idx not in self._validation:
+            metrics = ValidationMetrics(self.validation_set(dataloader_idx), self.val_success)
+            self._validation[dataloader_idx] = metrics.to(self.device)
+        n = rollout.sampling.num_generations
+        answers = answers_of(self.last_scores, self.decode(rollout)) if n > 1 else ()
+        self._validation[dataloader_idx].update(rollout.prompts.index, self.last_scores, n, answers)
+
+    def validation_set(self, dataloader_idx: int) -> str:
+        """Its name in metrics and samples."""
+        names = getattr(getattr(self.trainer, "datamodule", None), "val_names", None) or ["heldout"]
+        return names[dataloader_idx] if dataloader_idx < len(names) else f"heldout_{dataloader_idx}"
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.validation_step(batch, batch_idx, dataloader_idx)
+
+    def on_test_epoch_end(self) -> None:
+        self.on_validation_epoch_end()
+
+    def on_validation_epoch_end(self) -> None:
+        for metrics in self._validation.values():
+            self.log_dict(metrics.compute(), sync_dist=False, batch_size=1)
+        self._validation.clear()
+        if self.trainer.state.fn != TrainerFn.FITTING:  # Lightning knows no other than 0
+            self.log("step", float(self.iteration), sync_dist=False, batch_size=1)
