@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_rlhf.types import Experience, Rollout, Scores, right_pad
@@ -37,9 +38,7 @@ def gather_experience(
     unusable = {"abort", "length"} if mask_truncated else {"abort"}
     shares = all_gather(
         {
-            "ids": torch.tensor(
-                [t for p, c in zip(prompts, rollout.completions, strict=True) for t in (*p, *c.token_ids)]
-            ),
+            "ids": _tokens(part for p, c in zip(prompts, rollout.completions, strict=True) for part in (p, c.token_ids)),
             "prompt_lengths": [len(p) for p in prompts],
             "lengths": [len(c.token_ids) for c in rollout.completions],
             "usable": [c.finish_reason not in unusable for c in rollout.completions],
@@ -55,17 +54,20 @@ def gather_experience(
     order = torch.sort(group, stable=True).indices
     prompt_lengths = [n for s in shares for n in s["prompt_lengths"]]
     lengths = [n for s in shares for n in s["lengths"]]
-    ids = torch.cat([s["ids"] for s in shares]).long()
+    ids = torch.cat([s["ids"] for s in shares])
     sequences = ids.split([p + n for p, n in zip(prompt_lengths, lengths, strict=True)])
     total = torch.cat([s["total"] for s in shares]).float()[order]
     parts = [torch.cat(values).float()[order] for values in zip(*(s["parts"] for s in shares), strict=True)]
     keep = torch.tensor([u for s in shares for u in s["usable"]])[order] & total.isfinite()
     rows = order.tolist()
-    mask = right_pad([[1.0] * lengths[i] for i in rows]) * keep[:, None]
-    tokens = [row for s in shares for row in s["tokens"] or [torch.zeros(n) for n in s["lengths"]]]
-    per_token = right_pad([tokens[i] for i in rows]) * (mask > 0)
+    long = torch.tensor(lengths)[order]
+    mask = (torch.arange(max(1, int(long.max()))) < (long * keep)[:, None]).float()
     if reward_clip is not None:
         total = total.clamp(*reward_clip)
+    per_token = torch.zeros(())
+    if any(s["tokens"] for s in shares):
+        tokens = [row for s in shares for row in s["tokens"] or [torch.zeros(n) for n in s["lengths"]]]
+        per_token = right_pad([tokens[i] for i in rows]) * mask
     sampler = [row for s in shares for row in s["sampler"] or ()]
     home = [rank for rank, s in enumerate(shares) for _ in s["lengths"]]
     own = [one for one in rollout.prompts.images or () for _ in range(n)]
@@ -78,7 +80,7 @@ def gather_experience(
         prompt_lengths=[prompt_lengths[i] for i in rows],
         group=group[order],
         mask=mask,
-        rewards=per_token + last_token_rewards(total - per_token.sum(1), mask),
+        rewards=per_token + last_token_rewards(total - per_token.sum(-1), mask),
         parts=torch.stack(parts, 1) if parts else None,
         temperature=rollout.sampling.temperature,
         max_length=rollout.sampling.max_completion_length,
@@ -90,8 +92,16 @@ def gather_experience(
 
 def last_token_rewards(scores: Float[Tensor, "G"], mask: Float[Tensor, "G T"]) -> Float[Tensor, "G T"]:
     """A response's score at its last token, 0 elsewhere and on rows without any token."""
-    last = (mask.cumsum(1) == mask.sum(1, keepdim=True)) & (mask > 0)
-    return torch.where(last, scores[:, None], 0.0)
+    last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1, keepdim=True)
+    return torch.zeros_like(mask).scatter(1, last, torch.where(mask.gather(1, last) > 0, scores[:, None], 0.0))
+
+
+def _tokens(parts: Iterable[Sequence[int]]) -> Int[Tensor, "n"]:
+    """One after the other."""
+    joined = array("q")
+    for part in parts:
+        joined.extend(part)
+    return torch.frombuffer(joined, dtype=torch.int64) if joined else torch.zeros(0, dtype=torch.int64)
 
 
 def _rows(padded: Float[Tensor, "B T"], mask: Float[Tensor, "B T"]) -> list[Tensor]:
