@@ -70,7 +70,7 @@ class Scorer:
             raise ValueError(f"reward_weights must have one weight per function, {len(functions)}, got {len(weights)}")
         self.rewards = [Reward(f, name) for f, name in zip(functions, _names(functions), strict=True)]
         self.weights = [1.0] * len(functions) if weights is None else [float(w) for w in weights]
-        self.timeout = timeout
+        self.timeout, self.workers = timeout, workers
         self._here = Inline() if timeout is None else Threads()
         self._loop, self._pool = EventLoop(), Workers(workers)
         for reward in self.rewards:

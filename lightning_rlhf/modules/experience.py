@@ -38,7 +38,9 @@ def gather_experience(
     unusable = {"abort", "length"} if mask_truncated else {"abort"}
     shares = all_gather(
         {
-            "ids": _tokens(part for p, c in zip(prompts, rollout.completions, strict=True) for part in (p, c.token_ids)),
+            "ids": _tokens(
+                part for p, c in zip(prompts, rollout.completions, strict=True) for part in (p, c.token_ids)
+            ),
             "prompt_lengths": [len(p) for p in prompts],
             "lengths": [len(c.token_ids) for c in rollout.completions],
             "usable": [c.finish_reason not in unusable for c in rollout.completions],
