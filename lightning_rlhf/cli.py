@@ -1,5 +1,5 @@
-"""``lightning-rlhf fit|validate|test|plan --config FILE``, ``lightning-rlhf export CHECKPOINT OUT``: LightningCLI with this
-package's defaults and one-line errors.
+"""``lightning-rlhf fit|validate|test|plan|rewards --config FILE``, ``lightning-rlhf export CHECKPOINT OUT``: LightningCLI with
+this package's defaults and one-line errors.
 
 Constructor signatures are the schema of the YAML: ``model`` is `PPOLightningModule` unless ``class_path`` names another,
 ``data`` is `PromptDataModule`, ``rollout`` holds the arguments of the `RolloutCallback`, ``trainer`` those of Lightning's.
@@ -24,6 +24,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
+from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from lightning_rlhf.callbacks.filtering import FilterGroups
@@ -37,9 +38,11 @@ from lightning_rlhf.modules.base import RLHFLightningModule
 from lightning_rlhf.modules.kl import KL
 from lightning_rlhf.modules.ppo import PPOLightningModule
 from lightning_rlhf.modules.settings import LoRA, ModelSettings
+from lightning_rlhf.paths import local_path
 from lightning_rlhf.plan.offline import plan_offline, precision_name
 from lightning_rlhf.plan.table import full, show
 from lightning_rlhf.strategy import FSDP2Precision
+from lightning_rlhf.trial import table, try_rewards
 from lightning_rlhf.types import Sampling
 
 OBSERVERS = ("Throughput", "Memory", "Samples", "IterationCheckpoint")
@@ -47,6 +50,9 @@ OBSERVERS = ("Throughput", "Memory", "Samples", "IterationCheckpoint")
 
 CLEAN_UP_S = 120.0
 """What one of several processes may take to end after an error."""
+
+_WITHOUT_TRAINER = ("plan", "rewards")
+"""Commands that look at a configuration and start nothing: a Trainer would look for the GPUs."""
 
 _NOISE = (
     r".*does not have many workers.*",
@@ -93,6 +99,17 @@ class _Commands(pl.Trainer):
             device_memory_gb: memory of one GPU, 2^30 bytes.
         """
 
+    def rewards(
+        self, rows: PositiveInt = 8, completion: str | None = None, completion_column: str | None = None
+    ) -> None:
+        """Tries the reward functions on rows of the training data, without a model: right answers, a text, nothing and junk.
+
+        Args:
+            rows: how many, evenly over the data.
+            completion: a text to try on every row.
+            completion_column: column of right answers; by default answer, solution or ground_truth.
+        """
+
     def export(self) -> None:
         """Writes the policy of a checkpoint as a Hugging Face folder; needs neither a GPU nor the data."""
 
@@ -125,6 +142,7 @@ class RLHFCLI(LightningCLI):
             "validate": dataloaders,
             "test": dataloaders,
             "plan": set(),
+            "rewards": set(),
             "export": set(),
         }
 
@@ -177,16 +195,16 @@ class RLHFCLI(LightningCLI):
         if subcommand == "export":
             return _export_parser(self.parser_class(**kwargs))
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        if subcommand == "plan":  # a saved configuration of a fit has them
+        if subcommand in _WITHOUT_TRAINER:  # a saved configuration of a fit has them
             parser.add_method_arguments(klass, "fit", skip=self.subcommands()["fit"])
         return parser
 
     def instantiate_classes(self) -> None:
         if self.subcommand == "export":
             return None
-        if self.subcommand != "plan":
+        if self.subcommand not in _WITHOUT_TRAINER:
             return super().instantiate_classes()
-        self.config_init = self.parser.instantiate_classes(self.config)  # no Trainer: it would look for the GPUs
+        self.config_init = self.parser.instantiate_classes(self.config)
         return None
 
     def _run_subcommand(self, subcommand: str) -> None:
@@ -196,6 +214,8 @@ class RLHFCLI(LightningCLI):
             given = self.config.export
             print(export_checkpoint(**{name: given[name] for name in inspect.signature(export_checkpoint).parameters}))
             return None
+        if subcommand == "rewards":
+            return self._try_rewards()
         if subcommand != "plan":
             return super()._run_subcommand(subcommand)
         made = self.config_init.plan
@@ -206,6 +226,26 @@ class RLHFCLI(LightningCLI):
         if any(problem.kind == "error" for problem in plan.problems):
             sys.exit(1)
         return None
+
+    def _try_rewards(self) -> None:
+        given = self.config_init.rewards
+        module, data = given.model, given.data
+        tokenizer = AutoTokenizer.from_pretrained(
+            local_path(data.tokenizer or module.settings.model, module.settings.trust_remote_code, weights=False)
+        )
+        trials = try_rewards(
+            module.scorer,
+            data.train_rows,
+            given.rows,
+            "prompt" if data.task else data.prompt_column,
+            encode=lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
+            decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+            completion=given.completion,
+            completion_column=given.completion_column,
+        )
+        show(table(trials))
+        if any(trial.errors for trial in trials):
+            sys.exit(1)
 
     def before_instantiate_classes(self) -> None:
         for name in self.config[self.subcommand].imports:

@@ -21,11 +21,14 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from lightning_rlhf.calls import Outcome, Reward, RewardJob
+from lightning_rlhf.process_rewards import Steps, on_tokens
 from lightning_rlhf.rewards import RewardError, normal_answer
 from lightning_rlhf.runners import EventLoop, Inline, Threads, Workers
-from lightning_rlhf.types import Rollout, Scores
+from lightning_rlhf.types import Rollout, Scores, right_pad
 
 Rows: TypeAlias = list[int]
 
@@ -67,20 +70,27 @@ class Scorer:
             raise ValueError(f"reward_weights must have one weight per function, {len(functions)}, got {len(weights)}")
         self.rewards = [Reward(f, name) for f, name in zip(functions, _names(functions), strict=True)]
         self.weights = [1.0] * len(functions) if weights is None else [float(w) for w in weights]
-        self.timeout = timeout
+        self.timeout, self.workers = timeout, workers
         self._here = Inline() if timeout is None else Threads()
         self._loop, self._pool = EventLoop(), Workers(workers)
         for reward in self.rewards:
             if self._runner(reward) is self._pool:
                 _check_pickles(reward)
 
-    def __call__(self, rollout: Rollout, texts: Sequence[str], trainer_state: Any = None) -> Scores:
+    def __call__(
+        self,
+        rollout: Rollout,
+        texts: Sequence[str],
+        trainer_state: Any = None,
+        decode: Callable[[list[int]], str] | None = None,
+    ) -> Scores:
         """Score every response.
 
         Args:
             rollout: the responses.
             texts: each one's text.
             trainer_state: handed to functions that ask for it; of a Trainer, what `TrainerState` has.
+            decode: the text of token ids; functions that give values of steps need it.
 
         Returns:
             `Scores` whose ``parts`` name every function, on a rank without responses too.
@@ -111,7 +121,24 @@ class Scorer:
             metrics={name: value for run in runs for name, value in run.metrics.items()},
             columns={name: column for run in runs for name, column in run.columns.items()},
             failures=int(lost.sum()),
+            tokens=self._tokens(runs, rollout, decode),
         )
+
+    def _tokens(
+        self, runs: Sequence[_Run], rollout: Rollout, decode: Callable[[list[int]], str] | None
+    ) -> Float[Tensor, "B T"] | None:
+        """The weighted sum of what functions gave to tokens; None if none did."""
+        if not any(run.steps for run in runs):
+            return None
+        rows = [[0.0] * len(completion.token_ids) for completion in rollout.completions]
+        for run, weight in zip(runs, self.weights, strict=True):
+            for row, steps in run.steps.items():
+                try:
+                    values = on_tokens(steps, rollout.completions[row].token_ids, decode or _no_text)
+                except RewardError as error:
+                    raise RewardError(f"reward {run.reward.name} {error}") from error
+                rows[row] = [have + weight * more for have, more in zip(rows[row], values, strict=True)]
+        return right_pad(rows)
 
     def close(self) -> None:
         """Stop the background loop and the worker processes; a later call starts them again."""
@@ -151,6 +178,7 @@ class _Run:
         self.size, self.num_generations = size, num_generations
         self.values = torch.full((size,), math.nan)
         self.lost = torch.zeros(size, dtype=torch.bool)
+        self.steps: dict[int, Steps] = {}
         self.metrics: dict[str, float] = {}
         self.columns: dict[str, list[Any]] = {}
         self._weights: dict[str, int] = {}
@@ -223,6 +251,7 @@ class _Run:
 
     def _take(self, rows: Rows, outcome: Outcome) -> None:
         self.values[rows] = torch.tensor(outcome.values)
+        self.steps |= {rows[place]: steps for place, steps in outcome.steps.items()}
         for name, value in outcome.metrics.items():  # the mean over the responses of all calls that logged it
             seen = self._weights.get(name, 0)
             self.metrics[name] = (self.metrics.get(name, 0.0) * seen + value * len(rows)) / (seen + len(rows))
@@ -241,6 +270,10 @@ class _Run:
         if "signal only works in main thread" in text or "signal.alarm" in text:
             return f"{text} (functions that use signals need a worker process, or no time limit)"
         return text
+
+
+def _no_text(ids: list[int]) -> str:
+    raise RewardError("gives values of steps: hand `decode` to the Scorer, or give one value per token")
 
 
 def _check_pickles(reward: Reward) -> None:

@@ -91,6 +91,27 @@ def test_the_metric_may_be_one_reward_function():
         add(one_rank(metric="wrong"), {5: [0, 1]}, right=[0.0, 1.0])
 
 
+def test_rewards_beyond_the_clip_are_equal():
+    rounds = Rounds(FilterGroups(), lambda own: [own], reward_clip=(-1.0, 1.0))
+    add(rounds, {5: [2, 3], 3: [0, 3]})
+    assert rounds.metrics["rollout/kept_groups"] == 0.5
+    assert rounds.metrics["reward/generated_mean"] == 2.0
+
+
+def test_rewards_of_tokens_go_with_their_responses():
+    rounds = one_rank(max_num_gen_batches=2)
+    for longest, row in ((3, 5), (2, 3)):
+        prompts = Prompts([[row]], [str(row)], {}, torch.tensor([row]))
+        completions = [Completion([1] * longest, "stop"), Completion([1], "stop")]
+        tokens = None if longest == 2 else torch.tensor([[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]])
+        rollout = Rollout.build(prompts, completions, Sampling(num_generations=2))
+        rounds.add(rollout, Scores(torch.tensor([6.0, 4.0]), tokens=tokens))
+    rounds._groups[0] *= 2  # a batch of two prompts
+    rollout, scores = rounds.result()
+    assert rollout.prompts.index.tolist() == [5, 3]
+    assert scores.tokens.tolist() == [[1, 2, 3], [4, 0, 0], [0, 0, 0], [0, 0, 0]]
+
+
 def test_each_data_rank_has_its_share_of_what_is_chosen_among_all():
     shares: list[Any] = []
     first, second = {5: [0, 1], 3: [0, 0]}, {8: [1, 1], 1: [0, 1]}

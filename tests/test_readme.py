@@ -30,7 +30,7 @@ def test_the_subclass_of_the_readme_trains(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command", re.findall(r"^lightning-rlhf (?:fit|validate|plan) .*$", "\n".join(blocks("bash")), re.MULTILINE)
+    "command", re.findall(r"^lightning-rlhf (?:fit|validate|plan|rewards) .*$", "\n".join(blocks("bash")), re.MULTILINE)
 )
 def test_every_command_of_the_readme_parses(command, tmp_path):
     line = [sys.executable, "-m", "lightning_rlhf", *shlex.split(command, comments=True)[1:]]

@@ -54,12 +54,17 @@ class Rounds:
         options: of the filter.
         all_gather: one picklable object per data rank -> their list.
         mask_truncated: responses that were cut at the length limit do not count.
+        reward_clip: rewards beyond it are all the same.
     """
 
     def __init__(
-        self, options: FilterGroups, all_gather: Callable[[Any], list[Any]], mask_truncated: bool = False
+        self,
+        options: FilterGroups,
+        all_gather: Callable[[Any], list[Any]],
+        mask_truncated: bool = False,
+        reward_clip: tuple[float, float] | None = None,
     ) -> None:
-        self._options, self._all_gather = options, all_gather
+        self._options, self._all_gather, self._clip = options, all_gather, reward_clip
         self._unusable = {"abort", "length"} if mask_truncated else {"abort"}
         self._own: list[tuple[Rollout, Scores]] = []
         self._groups: list[list[_Group]] = []
@@ -71,6 +76,8 @@ class Rounds:
             ValueError: ``metric`` is no reward function.
         """
         metric, values = self._options.metric, scores.total
+        if self._clip is not None:
+            values = values.clamp(*self._clip)
         if metric is not None:
             if metric not in scores.parts:
                 raise ValueError(
@@ -108,7 +115,8 @@ class Rounds:
             for number, (rollout, _) in enumerate(self._own)
         ]
         rollouts, scores = zip(*self._own, strict=True)
-        return joined_rollout(rollouts, keep), joined_scores(scores, keep, rollouts[0].sampling.num_generations)
+        joined = joined_rollout(rollouts, keep)
+        return joined, joined_scores(scores, keep, joined)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -159,8 +167,9 @@ def _responses(rollout: Rollout, prompt: int) -> list[Completion]:
     return rollout.completions[prompt * n : (prompt + 1) * n] + greedy
 
 
-def joined_scores(scores: tuple[Scores, ...], keep: list[list[int]], n: int) -> Scores:
-    """Of the same prompts, with ``n`` responses each; what a function logged is averaged over the rounds, failures are summed."""
+def joined_scores(scores: tuple[Scores, ...], keep: list[list[int]], rollout: Rollout) -> Scores:
+    """Of the same prompts, those of ``rollout``; what a function logged is averaged over the rounds, failures are summed."""
+    n = rollout.sampling.num_generations
     rows = [[i * n + k for i in own for k in range(n)] for own in keep]
 
     def joined(parts: list[Tensor]) -> Tensor:
@@ -169,6 +178,15 @@ def joined_scores(scores: tuple[Scores, ...], keep: list[list[int]], n: int) -> 
     logged = dict.fromkeys(name for one in scores for name in one.metrics)
     columns = dict.fromkeys(name for one in scores for name in one.columns)
     none = [None] * max(len(one.total) for one in scores)
+    tokens = None
+    if any(one.tokens is not None for one in scores):
+        tokens = torch.zeros_like(rollout.mask)
+        given = [
+            None if one.tokens is None else one.tokens[i] for one, own in zip(scores, rows, strict=True) for i in own
+        ]
+        for row, values in zip(tokens, given, strict=True):
+            if values is not None:
+                row[: len(values)] = values[: len(row)]  # beyond the longest response both are padding
     return Scores(
         total=joined([one.total for one in scores]),
         parts={name: joined([one.parts[name] for one in scores]) for name in scores[0].parts},
@@ -178,6 +196,7 @@ def joined_scores(scores: tuple[Scores, ...], keep: list[list[int]], n: int) -> 
             for name in columns
         },
         failures=sum(one.failures for one in scores),
+        tokens=tokens,
     )
 
 

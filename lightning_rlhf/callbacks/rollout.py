@@ -256,7 +256,7 @@ class RolloutCallback(pl.Callback):
         """Rollout and scores of as many groups as a batch has prompts, see `filtering`."""
         assert self.filter_groups is not None
         trainer = module.trainer
-        rounds = Rounds(self.filter_groups, self._all_gather, module.mask_truncated)
+        rounds = Rounds(self.filter_groups, self._all_gather, module.mask_truncated, module.reward_clip)
         begin = trainer.fit_loop.total_batch_idx + self._further_rounds
         while not (rounds and rounds.done):
             epoch, number = divmod(begin + len(rounds), int(trainer.num_training_batches))

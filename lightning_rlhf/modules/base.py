@@ -89,7 +89,17 @@ class RLHFLightningModule(ScoredModule):
     default_advantage = "grpo"
     # what `estimator_inputs` has for the estimator
     advantage_inputs = frozenset(
-        {"rewards", "mask", "groups", "baselines", "old_log_probs", "sum_pi_squared", "importance"}
+        {
+            "rewards",
+            "mask",
+            "groups",
+            "baselines",
+            "old_log_probs",
+            "sum_pi_squared",
+            "importance",
+            "parts",
+            "part_weights",
+        }
     )
 
     def __init__(
@@ -117,6 +127,7 @@ class RLHFLightningModule(ScoredModule):
         super().__init__(model, **kwargs)
         self.advantage_function = function_named(advantage or self.default_advantage, advantages, "model.advantage")
         self.advantage_args = advantage_args or {}
+        self.kl, self.kl_coef = kl, kl.coef
         self._check_estimator()
         self.loss_function = function_named(loss, losses, "model.loss")
         self.select_function = SELECTIONS.get(self.loss_function)
@@ -126,7 +137,6 @@ class RLHFLightningModule(ScoredModule):
         self.loss_args = given | (loss_args or {})
         self.aggregation: Aggregation = aggregation or OWN_AGGREGATION.get(self.loss_function, "token-mean")
         self.mask_truncated, self.entropy_coef, self.correction = mask_truncated, entropy_coef, correction
-        self.kl, self.kl_coef = kl, kl.coef
         self.ppo_epochs, self.mini_batches = ppo_epochs, mini_batches
         self.target_kl, self.positive_coef, self.ema_decay = target_kl, positive_coef, ema_decay
         if target_kl is not None and ppo_epochs * mini_batches == 1:
@@ -165,6 +175,11 @@ class RLHFLightningModule(ScoredModule):
             raise ValueError(
                 f"model.advantage: {self.advantage_function.__name__} needs {', '.join(sorted(missing))}, which"
                 f" {type(self).__name__} does not have: take another one, or hand it over in compute_advantages"
+            )
+        if "parts" in needed and (self.reward_clip or (self.kl.where == "reward" and self.kl.coef)):
+            raise ValueError(
+                f"model.advantage: {self.advantage_function.__name__} takes the reward functions one by one, not their sum:"
+                " leave out model.reward_clip, and set model.kl.where to loss"
             )
 
     @property
@@ -238,7 +253,13 @@ class RLHFLightningModule(ScoredModule):
         """`advantage_inputs`: what every estimator gets, and of the rest what it lists."""
         old, sampler, mask = experience.old_log_probs, experience.sampler_log_probs, experience.mask
         inputs: dict[str, Any] = {"rewards": experience.rewards, "mask": mask, "groups": experience.group}
-        more = {"baselines": experience.baselines, "old_log_probs": old, "sum_pi_squared": experience.sum_pi_squared}
+        more: dict[str, Any] = {
+            "baselines": experience.baselines,
+            "parts": experience.parts,
+            "part_weights": self.scorer.weights,
+            "old_log_probs": old,
+            "sum_pi_squared": experience.sum_pi_squared,
+        }
         if "importance" in self.estimator_takes and self.correction is not None:
             assert old is not None
             assert sampler is not None
@@ -265,6 +286,7 @@ class RLHFLightningModule(ScoredModule):
             self.strategy.all_gather_objects_dp,
             baselines=None if rollout.greedy is None else self.scores_of(rollout.greedy).total,
             mask_truncated=self.mask_truncated,
+            reward_clip=self.reward_clip,
             data_rank=self.strategy.dp_rank,
         )
         return gathered.to(self.device, non_blocking=True)
