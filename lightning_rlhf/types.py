@@ -268,6 +268,30 @@ class Experience(_Movable):
         return len(self.sequences)
 
 
+@dataclass(frozen=True)
+class Examples(_Movable):
+    """The labelled sequences of one optimizer step, equal on every rank: N of them, ``size`` to an example.
+
+    A pair is an example of two, the better answer first. ``masks`` are 1 on the tokens that are learned, from ``prompt_lengths``
+    on; ``margins``, one per pair, say how much better an answer is. Sequences and masks stay on the host until they are packed.
+    """
+
+    sequences: list[Int[Tensor, "_"]]
+    prompt_lengths: list[int]
+    masks: list[Float[Tensor, "_"]]
+    size: int = 1
+    margins: Float[Tensor, "pairs"] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """That are learned."""
+        return sum(int(mask.sum()) for mask in self.masks)
+
+    def __len__(self) -> int:
+        """Examples, not sequences."""
+        return len(self.sequences) // self.size
+
+
 def shift_labels(sequence: Int[Tensor, "L"], prompt_length: int) -> Int[Tensor, "L"]:
     """THE token shift: ``labels[t]`` is the response token that position ``t`` predicts, `IGNORE` elsewhere."""
     labels = torch.full_like(sequence, IGNORE)

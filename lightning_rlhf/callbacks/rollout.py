@@ -442,8 +442,9 @@ class RolloutCallback(pl.Callback):
 
 
 def _roots(module: RLHFLightningModule) -> list[torch.nn.Module]:
-    """The sharded models of a module; not a reference whose shards live on the host anyway."""
-    names = ["actor", "critic"] if module.settings.offload_reference else ["actor", "critic", "reference"]
+    """The sharded models of a module; not frozen ones whose shards live on the host anyway."""
+    frozen = [] if module.settings.offload_reference else ["reference", "reward_model"]
+    names = ["actor", "critic", *frozen]
     return [root for name in names if (root := getattr(module, name, None)) is not None]
 
 

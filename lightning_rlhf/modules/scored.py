@@ -11,6 +11,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_rlhf.modules.critic import Critic
+from lightning_rlhf.modules.frozen_reward import FrozenRewardModel, build_reward_model, scores_of_all
+from lightning_rlhf.modules.policy import longest_sequence
+from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.modules.training import TrainedModule
 from lightning_rlhf.modules.validation import ValidationMetrics
 from lightning_rlhf.scoring import Scorer, answers_of
@@ -30,6 +34,7 @@ class ScoredModule(TrainedModule):
         reward_clip: lowest and highest reward of a response in training, e.g. [-5, 5]; metrics and validation have it unclipped.
         reward_timeout: seconds one scoring of an iteration's responses may take per function; null is no limit.
         reward_workers: processes for reward functions; 0 runs them in this process.
+        reward_model: a frozen model whose score is added to the functions' as ``reward_model``.
         val_success: a validation response with at least this reward solves its prompt (mean@k, pass@k, maj@k).
         val_before_train: validate the model as it is before the first iteration; a resumed run does not.
         **kwargs: see `TrainedModule`.
@@ -46,6 +51,7 @@ class ScoredModule(TrainedModule):
         reward_clip: tuple[float, float] | None = None,
         reward_timeout: PositiveFloat | None = 60.0,
         reward_workers: NonNegativeInt = 0,
+        reward_model: FrozenRewardModel | None = None,
         val_success: float = 1.0,
         val_before_train: bool = False,
         **kwargs: Any,
@@ -55,9 +61,23 @@ class ScoredModule(TrainedModule):
         if reward_clip is not None and not reward_clip[0] < reward_clip[1]:
             raise ValueError(f"model.reward_clip must be [lowest, highest], got {list(reward_clip)}")
         self.reward_clip = reward_clip
+        self.frozen_reward = reward_model
+        self.reward_model: Critic | None = None
+        self._given: dict[str, tuple[Tensor, float]] = {}
         self.val_success, self.val_before_train = val_success, val_before_train
         self.last_scores: Scores
         self._validation: dict[int, ValidationMetrics] = {}
+
+    @property
+    def roles(self) -> dict[str, ModelSettings]:
+        if self.frozen_reward is None:
+            return super().roles
+        return super().roles | {"reward_model": self.frozen_reward.settings(self.settings)}
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.frozen_reward is not None and self.reward_model is None:
+            self.reward_model = build_reward_model(self.roles["reward_model"], self.strategy)
 
     def teardown(self, stage: str) -> None:
         self.scorer.close()
@@ -67,7 +87,7 @@ class ScoredModule(TrainedModule):
 
         Called for training and validation, on the first rank of each sequence-parallel group only.
         """
-        return self.scorer(rollout, self.decode(rollout), self.trainer, self.decode_ids)
+        return self.scorer(rollout, self.decode(rollout), self.trainer, self.decode_ids, self._given)
 
     def decode(self, rollout: Rollout) -> list[str]:
         """Texts of the responses, special tokens left out."""
@@ -78,6 +98,7 @@ class ScoredModule(TrainedModule):
 
     def scores_of(self, rollout: Rollout) -> Scores:
         """`score`, run once per data rank; a failure on any rank ends all of them with its message."""
+        self._given = self._ask_reward_model(rollout)
         result: Any = None
         failure: BaseException | None = None
         try:
@@ -98,6 +119,24 @@ class ScoredModule(TrainedModule):
         if messages:
             raise RuntimeError(f"score() failed on another rank: {messages[0]}")
         return result
+
+    def _ask_reward_model(self, rollout: Rollout) -> dict[str, tuple[Tensor, float]]:
+        """Its scores of this rank's responses, as `Scorer` takes them. Collective."""
+        model, root = self.frozen_reward, self.reward_model
+        if model is None or root is None:
+            return {}
+        sequences: list[Tensor] = []
+        failure = None
+        try:
+            n = rollout.sampling.num_generations
+            sequences = model.token_ids([p for p in rollout.prompts.raw for _ in range(n)], self.decode(rollout))
+        except ValueError as error:
+            failure = str(error)
+        for message in self.strategy.all_gather_objects_dp(failure):  # on all ranks: the others would wait
+            if message is not None:
+                raise ValueError(message)
+        limit = longest_sequence(root.model.config)
+        return {"reward_model": (scores_of_all(root, sequences, self.strategy, self.split, limit), model.weight)}
 
     # -- validation --------------------------------------------------------------------------------
 
