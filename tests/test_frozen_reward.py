@@ -12,7 +12,15 @@ from test_runs import QUIET, assert_equal_runs, run
 from toys import TINY_MODULE, even_tokens, fit, spawn
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer, LlamaConfig
 
-from lightning_rlhf import GRPOLightningModule, IterationCheckpoint, LoRA, ModelSettings, PPOLightningModule
+from lightning_rlhf import (
+    FilterGroups,
+    GRPOLightningModule,
+    IterationCheckpoint,
+    LoRA,
+    ModelSettings,
+    PPOLightningModule,
+    RolloutCallback,
+)
 from lightning_rlhf.export import export_checkpoint
 from lightning_rlhf.modules.batching import Split
 from lightning_rlhf.modules.critic import build_critic, check_model
@@ -95,6 +103,25 @@ def test_scores_are_those_of_transformers_in_its_own_template_on_any_mesh(tmp_pa
     for scores in (own_scores(0, folder, 1, 4096, {}), shared[0][0] + shared[1][0], shared[0][1], shared[1][1]):
         torch.testing.assert_close(scores, exact, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(own_scores(0, folder, 1, 40, {}, "bf16-mixed"), rounded, rtol=0.05, atol=0.02)
+
+
+class Watched(GRPOLightningModule):
+    """Notes for each scoring how many parameters of the reward model are on the host, and how many others."""
+
+    def score(self, rollout):
+        callback = next(c for c in self.trainer.callbacks if isinstance(c, RolloutCallback))
+        own = {id(parameter) for parameter in self.reward_model.parameters()}
+        away = [key for key, _ in callback._host._away]
+        self.found = [*getattr(self, "found", []), (self.trainer.training, sum(k in own for k in away), len(away))]
+        return super().score(rollout)
+
+
+def test_the_model_stays_where_it_is_while_it_scores_between_generations(tmp_path):
+    module = Watched(**TINY_MODULE, reward_model=FrozenRewardModel(reward_model(tmp_path)))
+    rollout = {"offload_parameters": True, "filter_groups": FilterGroups(max_num_gen_batches=1)}
+    fit(module, tmp_path / "run", 1, rollout=rollout, num_generations=2)
+    assert [(training, own) for training, own, _ in module.found] == [(True, 0)]
+    assert module.found[0][2] > 10
 
 
 def test_a_sequence_that_the_model_cannot_take_has_no_score(tmp_path):

@@ -352,9 +352,12 @@ class RolloutCallback(pl.Callback):
         if self.engine.weight_version != module.weight_version:
             self._sync(module)
         if self.rung.offload_parameters:
+            # a reward model is asked while the engine is awake
+            scores = self.filter_groups is not None or not trainer.training
             with self._step(module, "offload"):
                 for root in _roots(module):
-                    self._host.offload_parameters(root)
+                    if not scores or root is not module.reward_model:
+                        self._host.offload_parameters(root)
         with self._step(module, "wake", "kv_cache"):
             self.engine.wake(["kv_cache"])
 
