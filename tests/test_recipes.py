@@ -5,12 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from toys import TINY_MODULE, even_tokens, fit
+from toys import TINY_MODULE, even_tokens, fit, quiet_trainer
 from transformers import AutoModelForCausalLM
 
-from lightning_rlhf import KL, GRPOLightningModule, IterationCheckpoint, LoRA
+from lightning_rlhf import (
+    KL,
+    GRPOLightningModule,
+    IterationCheckpoint,
+    LoRA,
+    PromptDataModule,
+    RolloutCallback,
+    Sampling,
+)
 from lightning_rlhf.export import export_checkpoint
 from lightning_rlhf.modules.correction import Correction
 from lightning_rlhf.rollout import TransformersEngine
@@ -155,6 +164,42 @@ def test_the_average_of_the_actor_is_kept_goes_on_and_is_exported(tmp_path):
     assert said.startswith("average of Qwen2ForCausalLM of iteration 4")
     for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters():
         assert torch.equal(tensor, whole.seen[-1]["average"][f"model.{name}"])
+
+
+class Held(pl.Callback):
+    """Notes the engine's weights in training and in validation, and those that are meant."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, bool, bool]] = []
+
+    def look(self, trainer: pl.Trainer, module: Any, phase: str) -> None:
+        (rollout,) = (c for c in trainer.callbacks if isinstance(c, RolloutCallback))
+        held = rollout.engine.model.get_parameter("model.norm.weight")
+        meant = (module.actor, module.average)
+        names = (dict(root.named_parameters())["model.model.norm.weight"].full_tensor() for root in meant)
+        self.found.append((phase, *(torch.equal(held, tensor) for tensor in names)))
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        self.look(trainer, pl_module, "validation")
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        self.look(trainer, pl_module, "training")
+
+
+@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")
+def test_validation_draws_from_the_average_and_training_from_the_policy(tmp_path):
+    held = Held()
+    rollout = RolloutCallback(
+        sampling=Sampling(num_generations=2, max_completion_length=4), val_average=True, sleep_level=0
+    )
+    options = {"max_steps": 3, "val_check_interval": 1, "enable_checkpointing": False, "num_sanity_val_steps": 0}
+    trainer = quiet_trainer(rollout, held, **options)
+    data = PromptDataModule(path="toys.prompts", batch_size=8, val_size=4)
+    trainer.fit(GRPOLightningModule(**COMMON | {"lr": 1e-2}, ema_decay=0.5), datamodule=data)
+    train, validation = ("training", True, False), ("validation", False, True)
+    assert held.found == [("training", True, True), validation, train, validation, train, validation]
+    with pytest.raises(ValueError, match=r"set model\.ema_decay"):
+        fit(GRPOLightningModule(**COMMON), tmp_path, 1, {"val_average": True})
 
 
 def test_the_average_of_an_adapter_is_exported_merged(tmp_path):

@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_AVERAGE = 1 << 40
+"""Versions of the average's weights are the policy's beyond this."""
+
 
 class RolloutCallback(pl.Callback):
     """Generates the responses of each iteration with a colocated engine.
@@ -67,6 +70,8 @@ class RolloutCallback(pl.Callback):
         async_level: 1 generates the next iteration's responses beside the update of this one, by a policy that is one update
             older, see `ahead`. It needs ``model.correction`` and memory for both, and slows both down: it pays where a few long
             responses keep the GPU idle.
+        val_average: validation responses are drawn from the moving average of the policy's weights, see ``model.ema_decay``; the
+            engine is synced with it before a validation, and with the policy after.
         filter_groups: generate for further prompts in place of groups whose responses all score the same (DAPO's dynamic
             sampling); ``{}`` takes its defaults, null trains on all.
         timeout_s: seconds that one step of a rollout (sync, wake, generate, sleep) may take; then the process ends and shows
@@ -86,6 +91,7 @@ class RolloutCallback(pl.Callback):
         timeout_s: PositiveFloat | None = None,
         async_level: Literal[0, 1] = 0,
         filter_groups: FilterGroups | None = None,
+        val_average: bool = False,
     ) -> None:
         if sampling.temperature <= 0.0:
             raise ValueError(
@@ -107,7 +113,7 @@ class RolloutCallback(pl.Callback):
             raise ValueError(
                 "rollout.filter_groups compares the responses to a prompt: set rollout.sampling.num_generations to 2 or more"
             )
-        self.async_level, self.filter_groups = async_level, filter_groups
+        self.async_level, self.filter_groups, self.val_average = async_level, filter_groups, val_average
         self._further_rounds = 0  # of all iterations, each a batch of prompts
         awake = Ladder(0, False, False)
         self.ladder = awake if async_level else Ladder(sleep_level, offload_optimizer, offload_parameters)
@@ -132,6 +138,8 @@ class RolloutCallback(pl.Callback):
             raise ValueError(
                 "there are two RolloutCallbacks: configure the one under rollout, not in trainer.callbacks"
             )
+        if self.val_average and module.ema_decay is None:
+            raise ValueError("rollout.val_average: true needs a moving average: set model.ema_decay")
         context = self._engine_setup(trainer, module, stage)
         with agreed("setting up the engine"):
             self.engine.setup(context)
@@ -320,7 +328,7 @@ class RolloutCallback(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._settle()
-        self._wake(trainer, pl_module)  # type: ignore[arg-type]
+        self._wake(trainer, pl_module, average=self.val_average)  # type: ignore[arg-type]
 
     def on_validation_batch_start(
         self,
@@ -340,8 +348,8 @@ class RolloutCallback(pl.Callback):
     on_test_batch_start = on_validation_batch_start
     on_test_end = on_validation_end
 
-    def _wake(self, trainer: pl.Trainer, module: RLHFLightningModule) -> None:
-        """Weights first, synced if they are not the policy's, then the KV cache: that keeps the peak down."""
+    def _wake(self, trainer: pl.Trainer, module: RLHFLightningModule, average: bool = False) -> None:
+        """Weights first, synced if they are not the policy's (or its average), then the KV cache: that keeps the peak down."""
         if self.rung.offload_optimizer:
             with self._step(module, "offload"):
                 self._host.offload_states(trainer.optimizers)
@@ -349,8 +357,9 @@ class RolloutCallback(pl.Callback):
             torch.cuda.empty_cache()
         with self._step(module, "wake", "weights"):
             self.engine.wake(["weights"])
-        if self.engine.weight_version != module.weight_version:
-            self._sync(module)
+        version = module.weight_version + average * _AVERAGE
+        if self.engine.weight_version != version:
+            self._sync(module, version)
         if self.rung.offload_parameters:
             # a reward model is asked while the engine is awake
             scores = self.filter_groups is not None or not trainer.training
@@ -373,18 +382,17 @@ class RolloutCallback(pl.Callback):
         if self._host.in_use:
             self._host.reload(_roots(module), trainer.optimizers, trainer.strategy.root_device)
 
-    def _sync(self, module: RLHFLightningModule) -> None:
+    def _sync(self, module: RLHFLightningModule, version: int) -> None:
         module.strategy.reshard(module.actor)
         verify = self.verify_sync_every > 0 and self._syncs % self.verify_sync_every == 0
         self._syncs += 1
         dtype = module.strategy.precision_plugin.compute_dtype
-        weights: Iterable[tuple[str, Tensor]] = chain(
-            gather(module.actor.hf_named_parameters(), dtype), module.actor.hf_named_buffers()
-        )
+        taken = module.hf_named_weights(average=version >= _AVERAGE)
+        weights: Iterable[tuple[str, Tensor]] = chain(gather(taken, dtype), module.actor.hf_named_buffers())
         sent = with_checksum(weights) if verify else None
         with self._step(module, "sync"):
             try:
-                self.engine.load_weights(sent or weights, module.weight_version)
+                self.engine.load_weights(sent or weights, version)
             except Exception:
                 for _ in weights:  # the other ranks need this one's shards to get as far
                     pass

@@ -8,6 +8,8 @@ Each rank works on its own shards; nothing is gathered.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -43,6 +45,13 @@ def update_average(average: nn.Module, root: nn.Module, decay: float) -> None:
     trained = [p for p in root.parameters() if p.requires_grad]
     for copy, parameter in zip(average.parameters(), trained, strict=True):
         _local(copy).lerp_(_local(parameter).float(), 1.0 - decay)
+
+
+def averages(average: nn.Module, root: nn.Module) -> Callable[[nn.Parameter], Tensor]:
+    """A function: a parameter of ``root`` -> its average, or itself if it is not trained."""
+    trained = [id(p) for p in root.parameters() if p.requires_grad]
+    copies = dict(zip(trained, average.parameters(), strict=True))
+    return lambda parameter: copies.get(id(parameter), parameter)
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ sharded, allocated, and every rank reads its own slices of the safetensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -166,12 +166,18 @@ class Policy(PackedModel):
         labels = shard_sequence(packed.labels, self._group).index_select(0, packed.rows)
         return self.align(logits.float().log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1), packed)
 
-    def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(transformers name, shard) pairs, an adapter merged; a tied parameter comes under each of its names."""
+    def hf_named_parameters(
+        self, value: Callable[[nn.Parameter], Tensor] = lambda p: p
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(transformers name, shard) pairs, an adapter merged; a tied parameter comes under each of its names.
+
+        Args:
+            value: what takes the place of a parameter, see `copies.averages`.
+        """
         if self.adapter is not None:
-            yield from self.adapter.merged()
+            yield from self.adapter.merged(value)
         else:
-            yield from self.model.named_parameters(remove_duplicate=False)
+            yield from ((name, value(p)) for name, p in self.model.named_parameters(remove_duplicate=False))
 
     def hf_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """(transformers name, tensor) of what belongs to the weights and is not trained, in its own dtype."""

@@ -8,15 +8,16 @@ What is done with them is in `modules.base`.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_rlhf.images import ImageEncoder
 from lightning_rlhf.manifest import RUN, check_resumed, versions
-from lightning_rlhf.modules.copies import average_of, copy_weights, update_average
+from lightning_rlhf.modules.copies import average_of, averages, copy_weights, update_average
 from lightning_rlhf.modules.critic import Critic, check_model
 from lightning_rlhf.modules.policy import Policy, build_policy
 from lightning_rlhf.modules.settings import ModelSettings
@@ -102,6 +103,13 @@ class ModelRoles(pl.LightningModule):
             self.reference = build_policy(self.settings, self.strategy, frozen=True)
         if self.ema_decay is not None:
             self.average = average_of(self.actor)
+
+    def hf_named_weights(self, average: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """`Policy.hf_named_parameters` of the actor, or of its moving average."""
+        if not average:
+            return self.actor.hf_named_parameters()
+        assert self.average is not None
+        return self.actor.hf_named_parameters(averages(self.average, self.actor))
 
     def follow_actor(self) -> None:
         """After an iteration: what changes with the actor's weights, see `copies`."""
