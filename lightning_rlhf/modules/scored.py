@@ -64,6 +64,13 @@ class ScoredModule(TrainedModule):
         """
         return self.scorer(rollout, self.decode(rollout), self.trainer)
 
+    @property
+    def score_names(self) -> list[str] | None:
+        """Of what `score` adds up; None if it is a subclass's own."""
+        if type(self).score is not ScoredModule.score:
+            return None
+        return [reward.name for reward in self.scorer.rewards]
+
     def decode(self, rollout: Rollout) -> list[str]:
         """Texts of the responses, special tokens left out."""
         return [str(self.tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in rollout.completions]
