@@ -85,6 +85,7 @@ MISTAKES = {
     "--rollout.sampling.max_completion_length=1000000": "exceed the model's 2048 positions",
     "--rollout.engine=no_such_package.Engine": "rollout.engine: No module named 'no_such_package'",
     "--rollout.filter_groups={max_rounds: 2}": "rollout.filter_groups: Option 'max_rounds' is not accepted",
+    "--rollout.filter_groups.metric=right": "metric must be one of the reward functions share_of_digits, got 'right'",
     "--rollout.filter_groups.max_num_gen_batches=0": "rollout.filter_groups.max_num_gen_batches: got 0, must be >0",
     "--rollout.sleep_level=7": "rollout.sleep_level: must be one of ['auto', 0, 1, 2], got 7",
     "--rollout.samplin.n=2": "unrecognized arguments",

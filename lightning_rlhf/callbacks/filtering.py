@@ -13,7 +13,7 @@ would skip what is not used.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,13 @@ class FilterGroups:
 
     metric: str | None = None
     max_num_gen_batches: PositiveInt = 4
+
+    def check(self, names: Collection[str] | None) -> None:
+        """Raise ValueError if ``metric`` is none of the reward functions' ``names``, as far as they are known."""
+        if self.metric is not None and names is not None and self.metric not in names:
+            raise ValueError(
+                f"rollout.filter_groups.metric must be one of the reward functions {', '.join(names)}, got {self.metric!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -75,15 +82,10 @@ class Rounds:
         Raises:
             ValueError: ``metric`` is no reward function.
         """
-        metric, values = self._options.metric, scores.total
-        if self._clip is not None:
-            values = values.clamp(*self._clip)
-        if metric is not None:
-            if metric not in scores.parts:
-                raise ValueError(
-                    f"rollout.filter_groups.metric must be one of the reward functions {', '.join(scores.parts)}, got {metric!r}"
-                )
-            values = scores.parts[metric]
+        self._options.check(scores.parts)
+        values = scores.total if self._clip is None else scores.total.clamp(*self._clip)
+        if self._options.metric is not None:
+            values = scores.parts[self._options.metric]
         n = rollout.sampling.num_generations
         usable = [bool(c.token_ids) and c.finish_reason not in self._unusable for c in rollout.completions]
         counted = torch.tensor(usable, dtype=torch.bool) & values.cpu().isfinite() & scores.total.cpu().isfinite()

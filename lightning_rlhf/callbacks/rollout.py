@@ -138,6 +138,8 @@ class RolloutCallback(pl.Callback):
             raise ValueError(
                 "there are two RolloutCallbacks: configure the one under rollout, not in trainer.callbacks"
             )
+        if self.filter_groups is not None:
+            self.filter_groups.check(module.score_names)
         if self.val_average and module.ema_decay is None:
             raise ValueError("rollout.val_average: true needs a moving average: set model.ema_decay")
         context = self._engine_setup(trainer, module, stage)

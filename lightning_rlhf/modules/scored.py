@@ -89,6 +89,14 @@ class ScoredModule(TrainedModule):
         """
         return self.scorer(rollout, self.decode(rollout), self.trainer, self.decode_ids, self._given)
 
+    @property
+    def score_names(self) -> list[str] | None:
+        """Of what `score` adds up; None if it is a subclass's own."""
+        if type(self).score is not ScoredModule.score:
+            return None
+        names = [reward.name for reward in self.scorer.rewards]
+        return names if self.frozen_reward is None else [*names, "reward_model"]
+
     def decode(self, rollout: Rollout) -> list[str]:
         """Texts of the responses, special tokens left out."""
         return [self.decode_ids(c.token_ids) for c in rollout.completions]
