@@ -126,10 +126,13 @@ CHILDREN = {
     "kill group of the parent": "os.killpg(os.getpgid(os.getppid()), 9)",
     "limits of the parent": "import resource\nresource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0))",
     "priority": "os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
+    "signal by the kernel": "import fcntl\nfcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())",
+    "signal by an ioctl": "import fcntl\nfcntl.ioctl(0, 0x8901, os.getppid().to_bytes(4, 'little'))",
     "own limits": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
     "debug the parent": "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
     "if libc.ptrace(16, os.getppid(), 0, 0): raise OSError",
     "outlive the parent": "import ctypes\nif ctypes.CDLL(None).prctl(1, 0, 0, 0, 0): raise OSError",
+    "memory of others": "import ctypes\nif ctypes.CDLL(None).shmat(0, None, 0) == -1: raise OSError",
     "shared memory": "import ctypes\nif ctypes.CDLL(None).shmget(0, 1 << 20, 0o1600) < 0: raise OSError",
     "file in memory": "os.memfd_create('x')",
     "clone": "import ctypes\nif ctypes.CDLL(None).syscall(56 if os.uname().machine == 'x86_64' else 220, 17, 0, 0, 0, 0) < 0:"
@@ -179,6 +182,9 @@ def test_a_program_reaches_no_socket(box: Sandbox, tmp_path: Path) -> None:
             f"socket.create_connection({address!r})",
             f"socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', {address!r})",
             f"socket.socket(socket.AF_UNIX).connect({str(tmp_path / 'socket')!r})",
+            "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', '/dev/log')",
+            f"socket.socketpair()[0].connect({str(tmp_path / 'socket')!r})",
+            f"socket.socketpair()[0].sendto(b'x', {str(tmp_path / 'socket')!r})",
             "socket.getaddrinfo('localhost.localdomain', 80)",
             "socket.fromfd(0, socket.AF_INET, socket.SOCK_STREAM).connect(('127.0.0.1', 80))",
             "import ctypes\nif ctypes.CDLL(None).syscall(425, 1, bytes(120)) < 0: raise OSError",
@@ -198,6 +204,9 @@ WRITES = {
     "truncate": "os.truncate({path!r}, 0)",
     "remove": "os.remove({path!r})",
     "rename": "os.rename({path!r}, {path!r} + '2')",
+    "mode": "os.chmod({path!r}, 0)",
+    "times": "os.utime({path!r}, (0, 0))",
+    "attributes": "os.setxattr({path!r}, 'user.a', b'x')",
     "folder": "os.mkdir({path!r} + '2')",
     "link": "os.link({path!r}, {path!r} + '2')",
     "symbolic link": "os.symlink('/', {path!r} + '2')",
@@ -212,9 +221,13 @@ def test_a_program_writes_nothing(box: Sandbox, how: str, tmp_path: Path) -> Non
     file.write_text("mine")
     tmp_path.chmod(0o777)
     file.chmod(0o666)
+    if os.getuid() == 0:  # the program is nobody then
+        os.chown(file, 65534, 65534)
+    before = file.stat()
     said = printed(box, attempt(WRITES[how].format(path=str(file))))
     assert said in ("PermissionError\n", "OSError\n", "FileNotFoundError\n"), said
-    assert file.read_text() == "mine"
+    after = file.stat()
+    assert (file.read_text(), after.st_mode, after.st_mtime) == ("mine", before.st_mode, before.st_mtime)
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
 
 
