@@ -278,6 +278,11 @@ class Stack:
     def __len__(self): return len(self.items)
     def __iter__(self): return iter(self.items)
     def __eq__(self, other): return self.items == other.items
+    def __str__(self): return 'a stack'
+def adder(x): return lambda y: x + y
+def array():
+    import numpy
+    return numpy.array([1.0, 2.0])
 class Full(Exception): pass
 def double(x): return x * 2
 def same(x): return x
@@ -307,6 +312,11 @@ GOOD = [
     "assert sum(1, 2) == 4",
     "assert double(1) + sum([1, 2]) == 5",
     "import math\nassert math.floor(double(1.2)) == 2",
+    "from collections import deque, Counter\nassert same(deque([1])) == deque([1]) and same(Counter('aa')) == {'a': 2}",
+    "from datetime import *\nfor v in (date(2020, 1, 2), datetime(2020, 1, 2, 3), timedelta(1, 2)):\n    assert same(v) == v",
+    "import numpy as np\nassert np.allclose(array(), [1.0, 2.0]) and array().sum() == 3 and array().tolist() == [1, 2]",
+    "assert isinstance(Stack(), Stack) and not isinstance(3, Stack) and isinstance(double(1), int)",
+    "assert adder(2)(3) == 5 and str(Stack()) == 'a stack' and f'{Stack()}' == 'a stack'",
 ]
 BAD = [
     "assert double(2) == 5",
