@@ -306,3 +306,29 @@ def test_another_kl_coefficient_is_seen_by_the_replay(monkeypatch):
     theirs = replay.trl_rows
     monkeypatch.setattr(replay, "trl_rows", lambda a, *rest: theirs(type(a)(**vars(a) | {"kl": 0.11}), *rest))
     assert replay.main(["--device=cpu", "--kl=0.1", "--lr=1e-3"]) == 1
+
+
+@pytest.mark.slow
+def test_curves_of_recipes_are_measured_once_per_seed_and_summed_up(tmp_path, capsys):
+    curves = import_module("benchmarks.curves")
+    line = ["--model", "random:tiny", "--steps", "2", "--every", "1", "--device", "cpu", "--out", str(tmp_path)]
+    line += ["--recipes", "grpo", "vapo", "--seeds", "0", "1", "--plot", str(tmp_path / "curves.png")]
+    curves.main(line)
+    rows = [row.split("|")[1:-1] for row in capsys.readouterr().out.splitlines() if row.startswith("|")]
+    assert [cell.strip() for cell in rows[0]] == ["held-out accuracy after", "0", "1", "2", "s an iteration"]
+    assert [row[0].strip() for row in rows[2:]] == ["grpo", "vapo"]
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+    points = json.loads((tmp_path / "vapo-1/curve.json").read_text())["points"]
+    assert [point["iteration"] for point in points] == [0, 1, 2]
+    before = (tmp_path / "grpo-0/curve.json").stat().st_mtime_ns
+    curves.main(line)  # what is there is not run again
+    assert (tmp_path / "grpo-0/curve.json").stat().st_mtime_ns == before
+
+
+def test_a_curve_is_the_mean_of_its_seeds_with_their_range():
+    curves = import_module("benchmarks.curves")
+    runs = [[{"iteration": 0, "accuracy": a, "seconds": 9.0}, {"iteration": 5, "accuracy": b, "seconds": s}] for a, b, s in
+            ((0.1, 0.5, 1.0), (0.3, 0.9, 2.0))]  # fmt: skip
+    alone, together = curves.table({"grpo": runs}, 1), curves.table({"grpo": runs}, 2)
+    assert alone.splitlines()[2] == "| grpo | 0.200 (0.100 - 0.300) | 0.700 (0.500 - 0.900) | 1.50 |"
+    assert together.splitlines()[2] == "| grpo | 0.200 (0.100 - 0.300) | 0.700 (0.500 - 0.900) |"

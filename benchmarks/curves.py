@@ -1,0 +1,187 @@
+"""Learning curves of the recipes in configs/ on one task with one budget, and TRL's GRPO beside them: mean and range over seeds.
+
+python benchmarks/curves.py --model models/smollm2-135m --recipes grpo ppo gspo --seeds 0 1 2 --parallel 4 --plot curves.png
+python benchmarks/curves.py --model models/smollm2-135m --recipes grpo trl --seeds 0 --parallel 1      # times to be compared
+python benchmarks/curves.py --model random:tiny --recipes grpo --seeds 0 --steps 2 --every 1 --device cpu
+
+The task is examples/addition.py: 64 prompts x 8 responses of 5 tokens an iteration, reward 1 if the first number is right; every
+``--every`` iterations, the share of 500 held-out additions that greedy decoding gets right. What a recipe says of its algorithm
+stays; model, reward, data, learning rate, batch and the number of optimizer steps per iteration (``--mini_batches``) are
+the same for all. `OWN` lists what else is changed, and why. TRL (pip install trl==1.16) takes the same rows in an order of its
+own; see trl_learning.py.
+
+Each run is a process; ``--parallel`` of them share the GPU, and then their seconds say nothing. A run whose result lies in
+``--out`` is not run again. Prints a table and writes curves.json there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PROMPTS, RESPONSES, TOKENS = 64, 8, 5
+OWN: dict[str, dict[str, Any]] = {
+    # every response of this task ends at its limit of tokens
+    "dapo": {"model.init_args.mask_truncated": False},
+    # λ = 1 - 1 / (1.0 · 5): the recipe's 0.05 is for responses of hundreds of tokens; a warm-up that leaves steps to learn in
+    "vapo": {
+        "model.init_args.advantage_args": {"length_alpha": 1.0, "lam_critic": 1.0},
+        "model.init_args.critic_warmup": 5,
+    },
+}
+Point = dict[str, float]
+
+
+def parse(line: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="models/smollm2-135m")
+    parser.add_argument("--recipes", nargs="+", default=["grpo"], help="files of configs/ without .yaml, or trl")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=100, help="iterations")
+    parser.add_argument("--every", type=int, default=10, help="iterations between validations")
+    parser.add_argument("--mini_batches", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=5e-6)
+    parser.add_argument("--parallel", type=int, default=1)
+    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
+    parser.add_argument("--out", type=Path, default=Path("runs/curves"))
+    parser.add_argument("--plot", type=Path, help="a picture of the curves")
+    return parser.parse_args(line)
+
+
+def our_command(recipe: str, seed: int, a: argparse.Namespace, folder: Path) -> list[str]:
+    engine: dict[str, Any] = {"class_path": "lightning_rlhf.rollout.VLLMEngine"}
+    engine["init_args"] = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1}
+    logger = {"save_dir": str(folder.parent), "name": "", "version": folder.name}
+    options = {
+        "seed_everything": seed,
+        "trainer.accelerator": a.device,
+        "trainer.devices": 1,
+        "trainer.precision": "bf16-mixed" if a.device == "gpu" else "32-true",
+        "trainer.max_steps": a.steps,
+        "trainer.val_check_interval": a.every,
+        "trainer.check_val_every_n_epoch": None,
+        "trainer.log_every_n_steps": 1,
+        "trainer.enable_progress_bar": False,
+        "trainer.logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": logger},
+        "model.init_args.model": a.model,
+        "model.init_args.reward": ["lightning_rlhf.rewards.first_number"],
+        "model.init_args.lr": a.lr,
+        "model.init_args.warmup_steps": 0,
+        "model.init_args.mini_batches": a.mini_batches,
+        "model.init_args.micro_batch_tokens": 32768,
+        "model.init_args.val_before_train": True,
+        "rollout.engine": engine if a.device == "gpu" else "lightning_rlhf.rollout.TransformersEngine",
+        "rollout.sampling.num_generations": RESPONSES,
+        "rollout.sampling.temperature": 1.0,
+        "rollout.sampling.max_completion_length": TOKENS,
+        "data.path": "examples.addition.train",
+        "data.val_path": "examples.addition.heldout",
+        "data.val_size": 0,
+        "data.batch_size": PROMPTS,
+        "data.val_batch_size": 500,
+        "data.max_prompt_length": 64,
+    } | OWN.get(recipe, {})
+    line = [
+        f"--{name}={json.dumps(value) if isinstance(value, dict | list) else value}" for name, value in options.items()
+    ]
+    line = [argument.replace("=None", "=null") for argument in line]
+    return [sys.executable, "-m", "lightning_rlhf", "fit", "--config", str(ROOT / f"configs/{recipe}.yaml"), *line]
+
+
+def read_ours(folder: Path) -> list[Point]:
+    """The curve out of what a run logged: held-out accuracy, and the seconds of the iteration before."""
+    points, seconds = [], 0.0
+    with open(folder / "metrics.csv") as file:
+        for row in csv.DictReader(file):
+            seconds = float(row.get("timing_s/step") or seconds)
+            if accuracy := row.get("val/heldout/reward"):
+                points.append({"accuracy": float(accuracy), "seconds": seconds})
+    return points
+
+
+def run(recipe: str, seed: int, a: argparse.Namespace) -> list[Point]:
+    folder = (a.out / f"{recipe}-{seed}").resolve()
+    done = folder / "curve.json"
+    if done.exists():
+        return json.loads(done.read_text())["points"]  # type: ignore[no-any-return]
+    folder.mkdir(parents=True, exist_ok=True)
+    command = our_command(recipe, seed, a, folder)
+    if recipe == "trl":
+        spec = {"model": a.model, "seed": seed, "steps": a.steps, "every": a.every, "lr": a.lr, "folder": str(folder)}
+        spec |= {"prompts": PROMPTS, "generations": RESPONSES, "tokens": TOKENS, "mini_batches": a.mini_batches}
+        (folder / "spec.json").write_text(json.dumps(spec | {"device": a.device}))
+        command = [sys.executable, "-m", "benchmarks.trl_learning", str(folder / "spec.json")]
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}
+    since = time.time()
+    with open(folder / "log", "w") as log:
+        code = subprocess.run(
+            command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=os.environ | settings
+        ).returncode
+    if code:
+        raise RuntimeError(f"{recipe}, seed {seed} ended with {code}:\n{(folder / 'log').read_text()[-2000:]}")
+    points = json.loads((folder / "points.json").read_text()) if recipe == "trl" else read_ours(folder)
+    for place, point in enumerate(points):
+        point["iteration"] = min(place * a.every, a.steps)
+    done.write_text(json.dumps({"points": points, "seconds": time.time() - since, "parallel": a.parallel}))
+    return points  # type: ignore[no-any-return]
+
+
+def table(curves: dict[str, list[list[Point]]], parallel: int) -> str:
+    """Markdown: a row per recipe, accuracy after each validation as mean (lowest - highest) over the seeds."""
+    places = [int(point["iteration"]) for point in next(iter(curves.values()))[0]]
+    lines = [["held-out accuracy after", *(f"{n}" for n in places), *(["s an iteration"] if parallel == 1 else [])]]
+    lines.append(["---"] * len(lines[0]))
+    for recipe, runs in curves.items():
+        columns = [[points[place]["accuracy"] for points in runs] for place in range(len(places))]
+        cells = [f"{mean(c):.3f} ({min(c):.3f} - {max(c):.3f})" if len(c) > 1 else f"{c[0]:.3f}" for c in columns]
+        seconds = [point["seconds"] for points in runs for point in points[1:]]
+        lines.append([recipe, *cells, *([f"{median(seconds):.2f}"] if parallel == 1 else [])])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def plot(curves: dict[str, list[list[Point]]], path: Path) -> None:
+    """A line for the mean of the seeds and a band for their range."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    colours = pyplot.colormaps["tab20"]
+    for number, (recipe, runs) in enumerate(curves.items()):
+        x = [point["iteration"] for point in runs[0]]
+        columns = [[points[place]["accuracy"] for points in runs] for place in range(len(x))]
+        axes.plot(x, [mean(c) for c in columns], color=colours(number), label=recipe)
+        axes.fill_between(x, [min(c) for c in columns], [max(c) for c in columns], color=colours(number), alpha=0.15)
+    axes.set(xlabel="iteration", ylabel="held-out accuracy, greedy")
+    axes.legend(ncols=2, fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def main(line: Sequence[str] | None = None) -> None:
+    a = parse(line)
+    jobs = [(recipe, seed) for recipe in a.recipes for seed in a.seeds]
+    with ThreadPoolExecutor(a.parallel) as pool:
+        results = list(pool.map(lambda job: run(*job, a), jobs))
+    curves: dict[str, list[list[Point]]] = {recipe: [] for recipe in a.recipes}
+    for (recipe, _), points in zip(jobs, results, strict=True):
+        curves[recipe].append(points)
+    (a.out / "curves.json").write_text(json.dumps(curves, indent=1))
+    print(table(curves, a.parallel))
+    if a.plot:
+        plot(curves, a.plot)
+
+
+if __name__ == "__main__":
+    main()
