@@ -81,8 +81,8 @@ ALLOWED = {
         "plan",
     },
     "export": {"callbacks", "manifest", "modules", "paths", "plan", "restricted", "storage", "strategy", "tiny"},
-    "trial": {"prompts", "scoring", "types"},
-    "cli": {"callbacks", "data", "export", "modules", "paths", "plan", "strategy", "trial", "types"},
+    "trial": {"paths", "prompts", "scoring", "types"},
+    "cli": {"callbacks", "data", "export", "modules", "plan", "strategy", "trial", "types"},
     "__main__": {"cli"},
     "__init__": {"callbacks", "data", "modules", "packing", "strategy", "types", "rollout"},
 }
