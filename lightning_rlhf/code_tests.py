@@ -64,7 +64,7 @@ class CodeTests:
         strict: stop the run where the kernel cannot close the sandbox, instead of warning once.
     """
 
-    in_process = True
+    own_limits = True
 
     def __init__(
         self,

@@ -49,7 +49,8 @@ class Scorer:
         functions: reward functions, or objects that can be called like one.
         weights: of each in the sum; 1 by default.
         timeout: seconds that one call may take, and once more the repetition response by response. None: no limit, and
-            functions run in the calling thread, which those need that use signals themselves.
+            functions run in the calling thread, which those need that use signals themselves. So do objects with
+            ``own_limits``, which see to their time themselves.
         workers: processes for plain functions (async ones and objects with ``in_process`` stay here). Each call gets
             the responses of some prompts, never part of a prompt's. Functions must be importable: no lambda.
 
@@ -71,7 +72,8 @@ class Scorer:
         self.rewards = [Reward(f, name) for f, name in zip(functions, _names(functions), strict=True)]
         self.weights = [1.0] * len(functions) if weights is None else [float(w) for w in weights]
         self.timeout, self.workers = timeout, workers
-        self._here = Inline() if timeout is None else Threads()
+        self._inline = Inline()
+        self._here = self._inline if timeout is None else Threads()
         self._loop, self._pool = EventLoop(), Workers(workers)
         for reward in self.rewards:
             if self._runner(reward) is self._pool:
@@ -105,7 +107,11 @@ class Scorer:
             trainer_state = TrainerState(state.global_step, state.max_steps, state.current_epoch)
         size, arguments = len(rollout), reward_arguments(rollout, texts)
         n = rollout.sampling.num_generations
-        runs = [_Run(r, self._runner(r), self.timeout, arguments, size, n, trainer_state) for r in self.rewards]
+        limits = [None if self._runner(r) is self._inline else self.timeout for r in self.rewards]
+        runs = [
+            _Run(r, self._runner(r), limit, arguments, size, n, trainer_state)
+            for r, limit in zip(self.rewards, limits, strict=True)
+        ]
         for run in runs:
             if run.reward.is_async:  # in the background while the others run
                 run.start()
@@ -148,6 +154,8 @@ class Scorer:
     def _runner(self, reward: Reward) -> Runner:
         if reward.is_async:
             return self._loop
+        if getattr(reward.function, "own_limits", False):
+            return self._inline
         if self._pool.size and not getattr(reward.function, "in_process", False):
             return self._pool
         return self._here
