@@ -21,14 +21,12 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from lightning_rlhf.calls import Outcome, Reward, RewardJob
-from lightning_rlhf.process_rewards import Steps, on_tokens
+from lightning_rlhf.process_rewards import Steps, token_rewards
 from lightning_rlhf.rewards import RewardError, normal_answer
 from lightning_rlhf.runners import EventLoop, Inline, Threads, Workers
-from lightning_rlhf.types import Rollout, Scores, right_pad
+from lightning_rlhf.types import Rollout, Scores
 
 Rows: TypeAlias = list[int]
 
@@ -127,24 +125,10 @@ class Scorer:
             metrics={name: value for run in runs for name, value in run.metrics.items()},
             columns={name: column for run in runs for name, column in run.columns.items()},
             failures=int(lost.sum()),
-            tokens=self._tokens(runs, rollout, decode),
+            tokens=token_rewards(
+                {run.reward.name: run.steps for run in runs}, self.weights, rollout.completions, decode
+            ),
         )
-
-    def _tokens(
-        self, runs: Sequence[_Run], rollout: Rollout, decode: Callable[[list[int]], str] | None
-    ) -> Float[Tensor, "B T"] | None:
-        """The weighted sum of what functions gave to tokens; None if none did."""
-        if not any(run.steps for run in runs):
-            return None
-        rows = [[0.0] * len(completion.token_ids) for completion in rollout.completions]
-        for run, weight in zip(runs, self.weights, strict=True):
-            for row, steps in run.steps.items():
-                try:
-                    values = on_tokens(steps, rollout.completions[row].token_ids, decode or _no_text)
-                except RewardError as error:
-                    raise RewardError(f"reward {run.reward.name} {error}") from error
-                rows[row] = [have + weight * more for have, more in zip(rows[row], values, strict=True)]
-        return right_pad(rows)
 
     def close(self) -> None:
         """Stop the background loop and the worker processes; a later call starts them again."""
@@ -278,10 +262,6 @@ class _Run:
         if "signal only works in main thread" in text or "signal.alarm" in text:
             return f"{text} (functions that use signals need a worker process, or no time limit)"
         return text
-
-
-def _no_text(ids: list[int]) -> str:
-    raise RewardError("gives values of steps: hand `decode` to the Scorer, or give one value per token")
 
 
 def _check_pickles(reward: Reward) -> None:

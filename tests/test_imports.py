@@ -26,7 +26,7 @@ ALLOWED = {
     "packing": {"types", "images"},
     "runners": {"rewards"},
     "calls": {"process_rewards", "rewards"},
-    "process_rewards": {"rewards"},
+    "process_rewards": {"rewards", "types"},
     "sampler": set(),
     "sources": set(),
     "prompts": {"types", "sources", "images"},
