@@ -158,10 +158,9 @@ def _numbers(raw: Any, size: int) -> tuple[list[float], dict[int, Steps]]:
         raise RewardError(f"must return one number per response, {size}, got {len(values)}")
     plain = [value.tolist() if hasattr(value, "tolist") else value for value in values]
     steps = {place: read_steps(value) for place, value in enumerate(plain) if isinstance(value, list | tuple)}
-    sums = {place: math.fsum(value for _, value in one) for place, one in steps.items()}
-    return [
-        sums[i] if i in sums else math.nan if value is None else _number(value) for i, value in enumerate(plain)
-    ], steps
+    for place, one in steps.items():
+        plain[place] = math.fsum(value for _, value in one)
+    return [math.nan if value is None else _number(value) for value in plain], steps
 
 
 def _number(value: Any) -> float:

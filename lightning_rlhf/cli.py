@@ -25,7 +25,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
-from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from lightning_rlhf.callbacks.filtering import FilterGroups
@@ -45,12 +44,11 @@ from lightning_rlhf.modules.reward_model import RewardModelLightningModule
 from lightning_rlhf.modules.roles import SCORED
 from lightning_rlhf.modules.settings import LoRA, ModelSettings
 from lightning_rlhf.modules.training import TrainedModule
-from lightning_rlhf.paths import local_path
 from lightning_rlhf.plan.offline import plan_offline, precision_name
 from lightning_rlhf.plan.table import full, show
 from lightning_rlhf.strategy import FSDP2Precision
 from lightning_rlhf.supervised import SFTDataModule, SupervisedDataModule
-from lightning_rlhf.trial import table, try_rewards
+from lightning_rlhf.trial import table, try_run
 from lightning_rlhf.types import Sampling
 
 OBSERVERS = ("Throughput", "Memory", "Samples", "IterationCheckpoint")
@@ -225,7 +223,12 @@ class RLHFCLI(LightningCLI):
             print(export_checkpoint(**{name: given[name] for name in inspect.signature(export_checkpoint).parameters}))
             return None
         if subcommand == "rewards":
-            return self._try_rewards()
+            asked = self.config_init.rewards
+            trials = try_run(asked.model, asked.data, asked.rows, asked.completion, asked.completion_column)
+            show(table(trials))
+            if any(trial.errors for trial in trials):
+                sys.exit(1)
+            return None
         if subcommand != "plan":
             return super()._run_subcommand(subcommand)
         made = self.config_init.plan
@@ -238,26 +241,6 @@ class RLHFCLI(LightningCLI):
         if any(problem.kind == "error" for problem in plan.problems):
             sys.exit(1)
         return None
-
-    def _try_rewards(self) -> None:
-        given = self.config_init.rewards
-        module, data = given.model, given.data
-        tokenizer = AutoTokenizer.from_pretrained(
-            local_path(data.tokenizer or module.settings.model, module.settings.trust_remote_code, weights=False)
-        )
-        trials = try_rewards(
-            module.scorer,
-            data.train_rows,
-            given.rows,
-            "prompt" if data.task else data.prompt_column,
-            encode=lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
-            decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
-            completion=given.completion,
-            completion_column=given.completion_column,
-        )
-        show(table(trials))
-        if any(trial.errors for trial in trials):
-            sys.exit(1)
 
     def before_instantiate_classes(self) -> None:
         for name in self.config[self.subcommand].imports:

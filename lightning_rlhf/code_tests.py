@@ -64,7 +64,7 @@ class CodeTests:
         strict: stop the run where the kernel cannot close the sandbox, instead of warning once.
     """
 
-    in_process = True
+    own_limits = True
 
     def __init__(
         self,
@@ -77,8 +77,7 @@ class CodeTests:
         strict: bool = False,
     ) -> None:
         self.column, self.all_or_nothing, self.max_tests = column, all_or_nothing, max_tests
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        self.processes = processes or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        self.processes = processes
         self.sandbox = Sandbox(timeout, memory_mb << 20, strict)
 
     def __call__(
@@ -91,7 +90,7 @@ class CodeTests:
         tests = [read_tests(value)[: self.max_tests] for value in columns[name]]
         pairs = [(p, t) for p, t in zip(programs, tests, strict=True) if p is not None and t]
         try:
-            with ThreadPoolExecutor(self.processes, "code-tests") as threads:
+            with ThreadPoolExecutor(self.processes or _cores(), "code-tests") as threads:
                 outcomes = iter(list(threads.map(lambda pair: self.passed(*pair), pairs)))
         except SandboxError as error:
             raise RewardError(f"has no sandbox: {error}") from error
@@ -121,6 +120,12 @@ class CodeTests:
             if late or (self.all_or_nothing and not good):
                 return passed, late
         return passed, False
+
+
+def _cores() -> int:
+    """This rank's share of the cores that the process may use."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1
+    return max(1, len(os.sched_getaffinity(0)) // int(ranks)) if hasattr(os, "sched_getaffinity") else 1
 
 
 def program_of(text: str) -> str | None:

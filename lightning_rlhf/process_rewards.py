@@ -10,10 +10,14 @@ The response's reward is their sum, so they can stand beside other functions' an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from jaxtyping import Float
+from torch import Tensor
+
 from lightning_rlhf.rewards import RewardError
+from lightning_rlhf.types import Completion, right_pad
 
 Steps: TypeAlias = list[tuple[int | None, float]]
 """Values by end character, or, with None, one for each token."""
@@ -69,3 +73,34 @@ def on_tokens(steps: Steps, ids: Sequence[int], decode: Callable[[list[int]], st
             low, high = (low, middle) if len(decode(list(ids[:middle]))) >= end else (middle + 1, high)
         values[low - 1] += value
     return values
+
+
+def token_rewards(
+    given: Mapping[str, Mapping[int, Steps]],
+    weights: Sequence[float],
+    completions: Sequence[Completion],
+    decode: Callable[[list[int]], str] | None,
+) -> Float[Tensor, "B T"] | None:
+    """The weighted sum of what functions gave to tokens; None if none did.
+
+    Args:
+        given: of each function by its name, what it gave by response.
+
+    Raises:
+        RewardError: as `on_tokens`; or there are steps, and no ``decode``.
+    """
+    if not any(given.values()):
+        return None
+    rows = [[0.0] * len(completion.token_ids) for completion in completions]
+    for (name, by_response), weight in zip(given.items(), weights, strict=True):
+        for row, steps in by_response.items():
+            try:
+                values = on_tokens(steps, completions[row].token_ids, decode or _no_text)
+            except RewardError as error:
+                raise RewardError(f"reward {name} {error}") from error
+            rows[row] = [have + weight * more for have, more in zip(rows[row], values, strict=True)]
+    return right_pad(rows)
+
+
+def _no_text(ids: list[int]) -> str:
+    raise RewardError("gives values of steps: hand `decode` to the Scorer, or give one value per token")

@@ -21,14 +21,12 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from lightning_rlhf.calls import Outcome, Reward, RewardJob
-from lightning_rlhf.process_rewards import Steps, on_tokens
+from lightning_rlhf.process_rewards import Steps, token_rewards
 from lightning_rlhf.rewards import RewardError, normal_answer
 from lightning_rlhf.runners import EventLoop, Inline, Threads, Workers
-from lightning_rlhf.types import Rollout, Scores, right_pad
+from lightning_rlhf.types import Rollout, Scores
 
 Rows: TypeAlias = list[int]
 
@@ -49,7 +47,8 @@ class Scorer:
         functions: reward functions, or objects that can be called like one.
         weights: of each in the sum; 1 by default.
         timeout: seconds that one call may take, and once more the repetition response by response. None: no limit, and
-            functions run in the calling thread, which those need that use signals themselves.
+            functions run in the calling thread, which those need that use signals themselves. So do objects with
+            ``own_limits``, which see to their time themselves.
         workers: processes for plain functions (async ones and objects with ``in_process`` stay here). Each call gets
             the responses of some prompts, never part of a prompt's. Functions must be importable: no lambda.
 
@@ -71,7 +70,8 @@ class Scorer:
         self.rewards = [Reward(f, name) for f, name in zip(functions, _names(functions), strict=True)]
         self.weights = [1.0] * len(functions) if weights is None else [float(w) for w in weights]
         self.timeout, self.workers = timeout, workers
-        self._here = Inline() if timeout is None else Threads()
+        self._inline = Inline()
+        self._here = self._inline if timeout is None else Threads()
         self._loop, self._pool = EventLoop(), Workers(workers)
         for reward in self.rewards:
             if self._runner(reward) is self._pool:
@@ -107,7 +107,11 @@ class Scorer:
             trainer_state = TrainerState(state.global_step, state.max_steps, state.current_epoch)
         size, arguments = len(rollout), reward_arguments(rollout, texts)
         n = rollout.sampling.num_generations
-        runs = [_Run(r, self._runner(r), self.timeout, arguments, size, n, trainer_state) for r in self.rewards]
+        limits = [None if self._runner(r) is self._inline else self.timeout for r in self.rewards]
+        runs = [
+            _Run(r, self._runner(r), limit, arguments, size, n, trainer_state)
+            for r, limit in zip(self.rewards, limits, strict=True)
+        ]
         for run in runs:
             if run.reward.is_async:  # in the background while the others run
                 run.start()
@@ -125,24 +129,10 @@ class Scorer:
             metrics={name: value for run in runs for name, value in run.metrics.items()},
             columns={name: column for run in runs for name, column in run.columns.items()},
             failures=int(lost.sum()),
-            tokens=self._tokens(runs, rollout, decode),
+            tokens=token_rewards(
+                {run.reward.name: run.steps for run in runs}, self.weights, rollout.completions, decode
+            ),
         )
-
-    def _tokens(
-        self, runs: Sequence[_Run], rollout: Rollout, decode: Callable[[list[int]], str] | None
-    ) -> Float[Tensor, "B T"] | None:
-        """The weighted sum of what functions gave to tokens; None if none did."""
-        if not any(run.steps for run in runs):
-            return None
-        rows = [[0.0] * len(completion.token_ids) for completion in rollout.completions]
-        for run, weight in zip(runs, self.weights, strict=True):
-            for row, steps in run.steps.items():
-                try:
-                    values = on_tokens(steps, rollout.completions[row].token_ids, decode or _no_text)
-                except RewardError as error:
-                    raise RewardError(f"reward {run.reward.name} {error}") from error
-                rows[row] = [have + weight * more for have, more in zip(rows[row], values, strict=True)]
-        return right_pad(rows)
 
     def close(self) -> None:
         """Stop the background loop and the worker processes; a later call starts them again."""
@@ -152,6 +142,8 @@ class Scorer:
     def _runner(self, reward: Reward) -> Runner:
         if reward.is_async:
             return self._loop
+        if getattr(reward.function, "own_limits", False):
+            return self._inline
         if self._pool.size and not getattr(reward.function, "in_process", False):
             return self._pool
         return self._here
@@ -274,10 +266,6 @@ class _Run:
         if "signal only works in main thread" in text or "signal.alarm" in text:
             return f"{text} (functions that use signals need a worker process, or no time limit)"
         return text
-
-
-def _no_text(ids: list[int]) -> str:
-    raise RewardError("gives values of steps: hand `decode` to the Scorer, or give one value per token")
 
 
 def _check_pickles(reward: Reward) -> None:

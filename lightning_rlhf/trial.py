@@ -18,6 +18,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from lightning_rlhf.paths import local_path
 from lightning_rlhf.prompts import conversation
 from lightning_rlhf.scoring import Scorer
 from lightning_rlhf.types import Completion, Prompts, Rollout, Sampling
@@ -38,6 +39,25 @@ class Trial:
     abstained: dict[str, int] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+
+
+def try_run(module: Any, data: Any, count: int, completion: str | None, completion_column: str | None) -> list[Trial]:
+    """`try_rewards` of a run that is configured but not started; of its model it reads the tokenizer."""
+    from transformers import AutoTokenizer
+
+    trust = module.settings.trust_remote_code
+    folder = local_path(data.tokenizer or module.settings.model, trust, weights=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+    return try_rewards(
+        module.scorer,
+        data.train_rows,
+        count,
+        "prompt" if data.task else data.prompt_column,
+        encode=lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
+        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+        completion=completion,
+        completion_column=completion_column,
+    )
 
 
 def try_rewards(

@@ -426,6 +426,17 @@ def test_objects_that_ask_for_it_stay_in_this_process(pool):
     assert (scorer_on(pool, [Here()])(rollout(), list("abcd")).total == os.getpid()).all()
 
 
+def test_objects_with_limits_of_their_own_have_no_others(pool):
+    class Bounded:
+        own_limits = True
+
+        def __call__(self, completions):
+            time.sleep(0.4)
+            return [os.getpid()] * len(completions)
+
+    assert (scorer_on(pool, [Bounded()], timeout=0.1)(rollout(), list("abcd")).total == os.getpid()).all()
+
+
 def test_functions_may_use_signals_in_workers(pool):
     same(scorer_on(pool, [uses_signals])(rollout(), list("abcd")).total, [1] * 4)
 

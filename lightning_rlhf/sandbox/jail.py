@@ -1,8 +1,9 @@
 """What a process may do once `Jail.enter` has returned: compute, and nothing else. Needs no privileges; nothing undoes it.
 
-    seccomp    no socket, process, signal or resource limit but its own; system calls of other kinds kill it
-    Landlock   reads the Python installation and system libraries, writes /dev/null; where the kernel has no Landlock (before
-               5.13, or switched off) seccomp refuses every way to write, and files stay readable
+    seccomp    no socket, process, signal or resource limit but its own, no change of any file; what is newer than the table
+               does not exist, and system calls of other kinds kill it
+    Landlock   opens the Python installation and system libraries for reading, /dev/null for writing; where the kernel has no
+               Landlock (before 5.13, or switched off) seccomp refuses to open anything for writing, and files stay readable
     rlimits    memory, CPU time, size of files, open files; threads as far as the kernel counts them
 
 A process can have threads but no children, so killing it ends everything that it began. Linux on x86-64 and ARM64.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import platform
 import resource
@@ -20,7 +22,15 @@ from collections.abc import Iterator, Sequence
 
 # name: numbers on x86-64 and on ARM64, None where there is no such call
 _DENIED = {
-    **{"socket": (41, 198), "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281)},
+    **{"socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201)},
+    **{
+        "sendmsg": (46, 211),
+        "sendmmsg": (307, 269),
+        "fork": (57, None),
+        "vfork": (58, None),
+        "execve": (59, 221),
+        "execveat": (322, 281),
+    },
     **{"setsid": (112, 157), "setpgid": (109, 154), "unshare": (272, 97), "setns": (308, 268)},
     # other processes of the same user
     **{"ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272)},
@@ -28,27 +38,29 @@ _DENIED = {
     **{"pidfd_send_signal": (424, 424), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240)},
     **{"setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118), "sched_setattr": (314, 274)},
     **{"sched_setscheduler": (144, 119), "sched_setaffinity": (203, 122)},
-    **{"migrate_pages": (256, 238), "move_pages": (279, 239)},
-    # memory that no limit counts, or that outlives the process
-    **{"shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180)},
+    **{"migrate_pages": (256, 238), "move_pages": (279, 239), "process_mrelease": (448, 448), "syslog": (103, 116)},
+    # memory that no limit counts, that outlives the process, or that others of the user have
+    **{"shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193)},
+    **{"semtimedop": (220, 192), "semctl": (66, 191), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188)},
+    **{"msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181)},
     **{"memfd_create": (319, 279), "memfd_secret": (447, 447)},
     **{"add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219)},
     # ways around the filter, or into the kernel
     **{"io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "bpf": (321, 280)},
     **{"perf_event_open": (298, 241), "userfaultfd": (323, 282), "open_by_handle_at": (304, 265)},
-}
-_WRITING = {
+    # files: Landlock knows nothing of owners, modes and times, and before 6.2 nothing of sizes
     **{"creat": (85, None), "truncate": (76, 45), "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276)},
     **{"mkdir": (83, None), "mkdirat": (258, 34), "rmdir": (84, None), "unlink": (87, None), "unlinkat": (263, 35)},
     **{"link": (86, None), "linkat": (265, 37), "symlink": (88, None), "symlinkat": (266, 36), "mknod": (133, None)},
-    **{"mknodat": (259, 33), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452)},
+    **{"mknodat": (259, 33), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53)},
     **{"chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None)},
     **{"utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5)},
     **{"lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15)},
-    **{"fremovexattr": (199, 16), "openat2": (437, 437)},
+    **{"fremovexattr": (199, 16), "openat2": (437, 437)},  # the last has its flags in memory
 }
 _CLONE, _CLONE3, _KILL, _TGKILL, _PRCTL, _PRLIMIT = (56, 220), (435, 435), (62, 129), (234, 131), (157, 167), (302, 261)
-_OPEN, _OPENAT = (2, None), (257, 56)
+_OPEN, _OPENAT, _SOCKETPAIR, _FCNTL, _IOCTL = (2, None), (257, 56), (53, 199), (72, 25), (16, 29)
+_NEWER = 450
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 _LOAD, _EQUAL, _AT_LEAST, _BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -57,6 +69,7 @@ _CLONE_THREAD = 0x10000
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 8, 22, 38
 _CAP_DAC_READ_SEARCH = 1 << 2
+_F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 15, 0x8901, 0x8902
 _NOBODY = 65534
 
 RULES = 100
@@ -142,7 +155,9 @@ def _filter(pid: int, writes: bool) -> Iterator[tuple[int, int, int, int]]:
     yield (_LOAD, 0, 0, 0)
     yield (_AT_LEAST, 0, 1, 0x40000000)
     yield (_RETURN, 0, 0, _END)  # so have those of x32
-    for numbers in (_DENIED if writes else _DENIED | _WRITING).values():
+    yield (_AT_LEAST, 0, 1, _NEWER)
+    yield (_RETURN, 0, 0, _ERROR | errno.ENOSYS)
+    for numbers in _DENIED.values():
         if (number := numbers[column]) is not None:
             yield (_EQUAL, 0, 1, number)
             yield refuse
@@ -153,6 +168,11 @@ def _filter(pid: int, writes: bool) -> Iterator[tuple[int, int, int, int]]:
         yield from when(call, 0, _EQUAL, 1, 0, pid)
     yield from when(_PRLIMIT, 0, _EQUAL, 1, 0, 0)
     yield from when(_PRCTL, 0, _EQUAL, 0, 1, _PR_SET_PDEATHSIG)
+    yield from when(_SOCKETPAIR, 1, _BITS, 0, 1, 0xE)  # others than streams can be sent elsewhere
+    for command in (fcntl.F_SETOWN, _F_SETOWN_EX):  # the kernel then sends a signal of one's choice to any process
+        yield from when(_FCNTL, 1, _EQUAL, 0, 1, command)
+    for command in (_FIOSETOWN, _SIOCSPGRP):
+        yield from when(_IOCTL, 1, _EQUAL, 0, 1, command)
     if not writes:
         yield from when(_OPEN, 1, _BITS, 0, 1, _WRITES)
         yield from when(_OPENAT, 2, _BITS, 0, 1, _WRITES)
