@@ -233,7 +233,7 @@ class RLHFCLI(LightningCLI):
             return super()._run_subcommand(subcommand)
         made = self.config_init.plan
         if not isinstance(made.model, RLHFLightningModule):
-            raise ValueError(f"plan is for runs with rollouts, {type(made.model).__name__} has none")
+            raise ValueError(f"plan is for runs with rollouts, {type(made.model).__name__} has none: start it with fit")
         plan = plan_offline(
             made.model, made.data, made.rollout, made.trainer, made.devices, int(made.device_memory_gb * 2**30)
         )

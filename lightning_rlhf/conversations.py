@@ -101,8 +101,10 @@ def whole(prompt: Any, completion: Any, encoder: PromptEncoder) -> str:
     asked, reply = _sides(prompt, completion, encoder)
     if isinstance(asked, str):
         return f"{encoder.render(asked)}{reply}{_eos(encoder)}"
-    if asked[-1]["role"] == "assistant" and isinstance(completion, str):  # the prompt was the beginning of the answer
-        return template([*asked[:-1], asked[-1] | {"content": asked[-1]["content"] + completion}], encoder)
+    last = asked[-1]
+    if last["role"] == "assistant" and isinstance(completion, str) and isinstance(last["content"], str):
+        # the prompt was the beginning of the answer
+        return template([*asked[:-1], last | {"content": last["content"] + completion}], encoder)
     return template([*asked, *reply], encoder)
 
 

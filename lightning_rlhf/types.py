@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -282,7 +283,7 @@ class Examples(_Movable):
     size: int = 1
     margins: Float[Tensor, "pairs"] | None = None
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """That are learned."""
         return sum(int(mask.sum()) for mask in self.masks)

@@ -25,6 +25,7 @@ from lightning_rlhf.export import export_checkpoint
 from lightning_rlhf.modules.batching import Split
 from lightning_rlhf.modules.critic import build_critic, check_model
 from lightning_rlhf.modules.frozen_reward import FrozenRewardModel, build_reward_model, scores_of_all
+from lightning_rlhf.modules.score_head import check_same_vocabulary
 from lightning_rlhf.packing import pack, pack_ends
 from lightning_rlhf.tiny import write_byte_tokenizer
 
@@ -255,4 +256,8 @@ def test_a_critic_of_another_vocabulary_is_refused(tmp_path):
     message = r"model\.critic: .* has another vocabulary than the policy's .*: token '<extra_0>' has id 258 there and None here"
     with pytest.raises(ValueError, match=message):
         fit(module, tmp_path / "run", 1)
+    for file in Path(folder).glob("token*"):  # then all that is known is how many ids there are
+        file.unlink()
+    with pytest.raises(ValueError, match="has 260 token ids, the policy's 'random:tiny' has 258"):
+        check_same_vocabulary(module.roles["critic"], module.settings)
     assert check_model(ModelSettings(folder), strategy_of(1), critic=True) == 64
