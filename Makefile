@@ -20,7 +20,7 @@ KEEP_MEMORY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-vllm test-gpu chaos lint format clean
+.PHONY: help demo pipeline test test-slow test-vllm test-gpu chaos lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ demo: $(VENV)/.demo ## train SmolLM2-135M by PPO on this CPU: about 8 minutes on
 	$(VENV)/bin/python examples/demo/prepare.py $(DEMO)/smollm2-135m
 	$(VENV)/bin/python examples/demo/task.py $(DEMO)
 	TQDM_DISABLE=1 $(KEEP_MEMORY) $(VENV)/bin/python examples/demo/run.py --config configs/demo_ppo.yaml --seed_everything $(SEED) $(DEMO_ARGS)
+
+pipeline: $(VENV)/.demo ## SFT, a reward model and PPO against it, the tiny model on one core: half a minute
+	$(ONE_THREAD) $(VENV)/bin/python examples/pipeline/run.py
 
 test: $(VENV)/.test ## the tests that need neither a GPU nor vLLM
 	$(ONE_THREAD) $(VENV)/bin/python -m pytest -m "not slow and not vllm and not gpu" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)

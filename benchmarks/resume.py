@@ -2,6 +2,7 @@
 
 python benchmarks/resume.py --config configs/grpo_smollm2_gpu.yaml --steps 8 --kill_at 5
 python benchmarks/resume.py --config configs/grpo_smollm2_gpu.yaml --steps 8 --kill_at 5 --rank 1 --trainer.devices 2
+python benchmarks/resume.py --config configs/grpo_smollm2_gpu.yaml --kill_at 5 --rank 3 --trainer.devices 4 --resume_devices 2
 python benchmarks/resume.py --config configs/tiny_ppo.yaml --steps 4 --kill_at 3      # a CPU: equal to the last bit
 
 A checkpoint is due after every second iteration. SIGKILL comes in iteration ``--kill_at``, ``--after`` seconds after the end of
@@ -116,6 +117,7 @@ def main(line: Sequence[str] | None = None) -> int:
     parser.add_argument("--kill_at", type=int, default=5, help="iteration, at least 4: a checkpoint lies before it")
     parser.add_argument("--after", type=float, default=0.0, help="seconds")
     parser.add_argument("--rank", type=int, help="default: all processes")
+    parser.add_argument("--resume_devices", type=int, help="go on on so many; default: as many")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds")
     a, a.others = parser.parse_known_args(line)
     a.config = a.config.resolve()
@@ -125,6 +127,8 @@ def main(line: Sequence[str] | None = None) -> int:
             folder.mkdir()
         want = whole(a, folders[0], "run")
         first, seconds = killed(a, folders[1], "first")
+        if a.resume_devices is not None:
+            a.others.append(f"--trainer.devices={a.resume_devices}")
         second = whole(a, folders[1], "second")
     print(
         "| iteration | equal responses, killed | reward | gradient norm | resumed | reward | gradient norm |\n"

@@ -22,14 +22,20 @@ if TYPE_CHECKING:
     from lightning_rlhf.data import PromptDataModule, ValidationSet
     from lightning_rlhf.modules.base import RLHFLightningModule
     from lightning_rlhf.modules.correction import Correction
+    from lightning_rlhf.modules.critic import Critic, build_critic
+    from lightning_rlhf.modules.dpo import DPOLightningModule
+    from lightning_rlhf.modules.frozen_reward import FrozenRewardModel
     from lightning_rlhf.modules.grpo import GRPOLightningModule
     from lightning_rlhf.modules.kl import KL
-    from lightning_rlhf.modules.policy import Critic, Policy, build_critic, build_policy
+    from lightning_rlhf.modules.policy import Policy, build_policy
     from lightning_rlhf.modules.ppo import PPOLightningModule
+    from lightning_rlhf.modules.reward_model import RewardModelLightningModule
     from lightning_rlhf.modules.settings import LoRA, ModelSettings
+    from lightning_rlhf.modules.sft import SFTLightningModule
     from lightning_rlhf.packing import Packed, pack
     from lightning_rlhf.strategy import FSDPUlyssesStrategy
-    from lightning_rlhf.types import Completion, Experience, Prompts, Rollout, Sampling, Scores
+    from lightning_rlhf.supervised import PreferenceDataModule, SFTDataModule
+    from lightning_rlhf.types import Completion, Examples, Experience, Prompts, Rollout, Sampling, Scores
 
 _HOMES = {
     "callbacks.checkpoint": ["IterationCheckpoint"],
@@ -46,14 +52,20 @@ _HOMES = {
     "data": ["PromptDataModule", "ValidationSet"],
     "modules.base": ["RLHFLightningModule"],
     "modules.correction": ["Correction"],
+    "modules.critic": ["Critic", "build_critic"],
+    "modules.dpo": ["DPOLightningModule"],
+    "modules.frozen_reward": ["FrozenRewardModel"],
     "modules.grpo": ["GRPOLightningModule"],
     "modules.kl": ["KL"],
-    "modules.policy": ["Critic", "Policy", "build_critic", "build_policy"],
+    "modules.policy": ["Policy", "build_policy"],
     "modules.ppo": ["PPOLightningModule"],
+    "modules.reward_model": ["RewardModelLightningModule"],
     "modules.settings": ["LoRA", "ModelSettings"],
+    "modules.sft": ["SFTLightningModule"],
     "packing": ["Packed", "pack"],
     "strategy": ["FSDPUlyssesStrategy"],
-    "types": ["Completion", "Experience", "Prompts", "Rollout", "Sampling", "Scores"],
+    "supervised": ["PreferenceDataModule", "SFTDataModule"],
+    "types": ["Completion", "Examples", "Experience", "Prompts", "Rollout", "Sampling", "Scores"],
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -2,7 +2,8 @@
 package's defaults and one-line errors.
 
 Constructor signatures are the schema of the YAML: ``model`` is `PPOLightningModule` unless ``class_path`` names another,
-``data`` is `PromptDataModule`, ``rollout`` holds the arguments of the `RolloutCallback`, ``trainer`` those of Lightning's.
+``data`` is `PromptDataModule`, ``rollout`` holds the arguments of the `RolloutCallback` (a module that draws no responses has
+none), ``trainer`` those of Lightning's.
 """
 
 from __future__ import annotations
@@ -30,16 +31,23 @@ from lightning_rlhf.callbacks.filtering import FilterGroups
 from lightning_rlhf.callbacks.preemption import Preemption, checkpoint_of_job, restarts
 from lightning_rlhf.callbacks.progress import IterationProgress
 from lightning_rlhf.callbacks.rollout import RolloutCallback
+from lightning_rlhf.callbacks.samples import Samples
 from lightning_rlhf.callbacks.summary import PlanSummary
 from lightning_rlhf.callbacks.watchdog import Watchdog, must_end
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.modules.base import RLHFLightningModule
+from lightning_rlhf.modules.dpo import DPOLightningModule
+from lightning_rlhf.modules.frozen_reward import FrozenRewardModel
 from lightning_rlhf.modules.kl import KL
 from lightning_rlhf.modules.ppo import PPOLightningModule
+from lightning_rlhf.modules.reward_model import RewardModelLightningModule
+from lightning_rlhf.modules.roles import SCORED
 from lightning_rlhf.modules.settings import LoRA, ModelSettings
+from lightning_rlhf.modules.training import TrainedModule
 from lightning_rlhf.plan.offline import plan_offline, precision_name
 from lightning_rlhf.plan.table import full, show
 from lightning_rlhf.strategy import FSDP2Precision
+from lightning_rlhf.supervised import SFTDataModule, SupervisedDataModule
 from lightning_rlhf.types import Sampling
 
 OBSERVERS = ("Throughput", "Memory", "Samples", "IterationCheckpoint")
@@ -104,7 +112,7 @@ class RLHFCLI(LightningCLI):
 
     def __init__(self, args: Sequence[str] | None = None) -> None:
         super().__init__(
-            RLHFLightningModule,
+            TrainedModule,
             pl.LightningDataModule,
             trainer_class=_Commands,
             subclass_mode_model=True,
@@ -152,6 +160,8 @@ class RLHFCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         trainer = super().instantiate_trainer(**kwargs)
+        if not isinstance(self.model, RLHFLightningModule):  # it draws no responses
+            trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, RolloutCallback | Samples)]  # type: ignore[attr-defined]
         bars = [i for i, callback in enumerate(trainer.callbacks) if type(callback) is RichProgressBar]  # type: ignore[attr-defined]
         for i in bars:  # Lightning's default
             trainer.callbacks[i] = IterationProgress()  # type: ignore[attr-defined]
@@ -199,6 +209,8 @@ class RLHFCLI(LightningCLI):
         if subcommand != "plan":
             return super()._run_subcommand(subcommand)
         made = self.config_init.plan
+        if not isinstance(made.model, RLHFLightningModule):
+            raise ValueError(f"plan is for runs with rollouts, {type(made.model).__name__} has none: start it with fit")
         plan = plan_offline(
             made.model, made.data, made.rollout, made.trainer, made.devices, int(made.device_memory_gb * 2**30)
         )
@@ -247,6 +259,9 @@ def _export_parser(parser: LightningArgumentParser) -> LightningArgumentParser:
     parser.add_argument("--model", type=str, help="Where the model that the run started from is now.")
     parser.add_argument("--config", type=str, help="YAML of the run, for checkpoints that do not say what the run was.")
     parser.add_argument("--average", action="store_true", help="The moving average of the weights (model.ema_decay).")
+    parser.add_argument(
+        "--role", type=Literal[("actor", *SCORED)], help="Which model; by default the first that the run trained."
+    )
     _add_imports(parser)
     return parser
 
@@ -291,12 +306,17 @@ def _suggestion(text: str) -> str:
     classes = (
         ModelSettings,
         *PPOLightningModule.__mro__[:-1],
+        DPOLightningModule,
+        RewardModelLightningModule,
         PromptDataModule,
+        SFTDataModule,
+        SupervisedDataModule,
         RolloutCallback,
         FilterGroups,
         Sampling,
         KL,
         LoRA,
+        FrozenRewardModel,
         pl.Trainer,
     )
     known = {name for c in classes for name in inspect.signature(c).parameters}

@@ -23,7 +23,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_rlhf.prompts import PromptEncoder, PromptTable
 from lightning_rlhf.sampler import PromptSampler, check_batch_size, fit_position
 from lightning_rlhf.sources import Rows, TaskRows, first_line, read_rows
-from lightning_rlhf.types import Prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,24 +33,29 @@ class PromptLoader:
 
     By having ``state_dict`` it counts as resumable in Lightning, which it is through its sampler; the state only tells
     whether a resumed run has the data of its checkpoint.
+
+    Args:
+        table: anything with ``take(positions)``, ``fingerprint`` and a length.
+        sampler: of positions in it.
+        key: of what is taken, in the batch.
     """
 
-    def __init__(self, table: PromptTable, sampler: PromptSampler) -> None:
-        self.table, self.batches = table, sampler
+    def __init__(self, table: Any, sampler: PromptSampler, key: str = "prompts") -> None:
+        self.table, self.batches, self.key = table, sampler, key
 
-    def __iter__(self) -> Iterator[dict[str, Prompts]]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         for positions in self.batches:
-            yield {"prompts": self.table.take(positions)}
+            yield {self.key: self.table.take(positions)}
 
     def __len__(self) -> int:
         return len(self.batches)
 
-    def batch_at(self, epoch: int, number: int) -> dict[str, Prompts]:
+    def batch_at(self, epoch: int, number: int) -> dict[str, Any]:
         """The batch that is number ``number`` (from 0) of an epoch, whichever is due."""
-        return {"prompts": self.table.take(self.batches.batch_at(epoch, number))}
+        return {self.key: self.table.take(self.batches.batch_at(epoch, number))}
 
     def state_dict(self) -> dict[str, Any]:
-        sizes = {"prompts": len(self.table), "batch_size": self.batches.batch_size, "seed": self.batches.seed}
+        sizes = {self.key: len(self.table), "batch_size": self.batches.batch_size, "seed": self.batches.seed}
         return {**sizes, "fingerprint": self.table.fingerprint}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -103,7 +107,7 @@ class PromptDataModule(pl.LightningDataModule):
     """Prompts for rollouts.
 
     Args:
-        path: a .jsonl, .json or .parquet file, a folder or hub data set id (read by `datasets.load_dataset`), or the
+        path: a .jsonl, .json, .parquet or .csv file, a folder or hub data set id (read by `datasets.load_dataset`), or the
             dotted path of your own iterable of dicts or function returning one.
         task: a reasoning-gym task instead of ``path``, such as chain_sum; score it with `rewards.reasoning_gym`.
         task_args: the task's own options.
@@ -182,9 +186,9 @@ class PromptDataModule(pl.LightningDataModule):
         self.val_size = val_size
         self.val_sets = {name: ValidationSet(one) if isinstance(one, str) else one for name, one in (val or {}).items()}
         if val_task is not None:
-            self.val_sets[_name(val_task)] = ValidationSet(task=val_task, task_args=val_task_args, size=val_size)
+            self.val_sets[set_name(val_task)] = ValidationSet(task=val_task, task_args=val_task_args, size=val_size)
         elif val_path is not None or val_split is not None:
-            name = _name(val_path or str(val_split).partition("[")[0])
+            name = set_name(val_path or str(val_split).partition("[")[0])
             self.val_sets[name] = ValidationSet(val_path or path, subset=subset, split=val_split or "train")
         self.batch_size, self.val_batch_size = batch_size, val_batch_size or batch_size
         self.max_prompt_length, self.overlong = max_prompt_length, overlong
@@ -291,7 +295,7 @@ class PromptDataModule(pl.LightningDataModule):
     @cached_property
     def _encoder(self) -> PromptEncoder:
         module = None if self.trainer is None else self.trainer.lightning_module
-        tokenizer = _tokenizer(self.tokenizer) if self.tokenizer else getattr(module, "tokenizer", None)
+        tokenizer = tokenizer_of(self.tokenizer) if self.tokenizer else getattr(module, "tokenizer", None)
         if tokenizer is None:
             raise ValueError("data.tokenizer must be given when the module has no attribute tokenizer")
         vision = getattr(module, "vision", None)
@@ -350,13 +354,13 @@ class PromptDataModule(pl.LightningDataModule):
         return self.val_dataloader()
 
 
-def _name(source: str) -> str:
+def set_name(source: str) -> str:
     """What a validation set is called by default: the file without its ending, the last part of an id or dotted path."""
     path = Path(source)
-    return path.stem if path.suffix in (".jsonl", ".json", ".parquet") else path.name.rpartition(".")[2]
+    return path.stem if path.suffix in (".jsonl", ".json", ".parquet", ".csv") else path.name.rpartition(".")[2]
 
 
-def _tokenizer(name: str) -> PreTrainedTokenizerBase:
+def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     from lightning_rlhf.tiny import TINY, tiny_model

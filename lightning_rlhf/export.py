@@ -28,7 +28,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from lightning_rlhf import restricted
 from lightning_rlhf.callbacks.checkpoint import latest_complete
 from lightning_rlhf.callbacks.hf_export import gather_on_host, write_adapter, write_folder
+from lightning_rlhf.hf_config import HeadKind
 from lightning_rlhf.manifest import RUN
+from lightning_rlhf.modules.critic import UnshardedCritic, scored_parameters
 from lightning_rlhf.modules.loading import pretrained_tensors
 from lightning_rlhf.modules.lora import Adapter, hf_name, parameters_with_names
 from lightning_rlhf.modules.policy import saved_buffers, unsharded_actor
@@ -38,12 +40,6 @@ from lightning_rlhf.plan.offline import precision_name
 from lightning_rlhf.storage import INDEX, MARKER
 from lightning_rlhf.strategy import FSDP2Precision
 from lightning_rlhf.tiny import TINY
-
-_PREFIX = "state_dict.actor.model."
-"""Of the policy's tensors in a checkpoint; what follows is their name in the transformers model."""
-
-_AVERAGE = "state_dict.average.model."
-"""Of the moving averages of those that are trained."""
 
 _BUCKET = 1 << 28
 """Bytes that are read from a checkpoint at once."""
@@ -57,8 +53,9 @@ def export_checkpoint(
     model: str | None = None,
     config: str | None = None,
     average: bool = False,
+    role: str | None = None,
 ) -> str:
-    """Write the policy of a checkpoint as a Hugging Face folder; returns what was written, in words.
+    """Write a model of a checkpoint as a Hugging Face folder; returns what was written, in words.
 
     Args:
         checkpoint: folder or URL that the strategy wrote, of any mesh.
@@ -68,6 +65,7 @@ def export_checkpoint(
         model: where the model that the run started from is now, if not where it was.
         config: YAML of the run, for checkpoints that do not say what the run was.
         average: the moving average of the weights instead of the last ones.
+        role: actor, critic or reward_model; by default the first of them that the run trained.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or no model.
@@ -81,15 +79,28 @@ def export_checkpoint(
     run = _from_config(config) if config else metadata.get(RUN)
     if run is None:
         raise ValueError(f"{checkpoint!r} does not say what run it is of: give the run's YAML with --config")
-    role = run["roles"]["actor"]
-    if adapter and role["lora"] is None:
+    name = role or next(iter(run["roles"]))
+    if name not in run["roles"]:
+        raise ValueError(f"--role: {checkpoint!r} has no {name}, it has {' and '.join(run['roles'])}")
+    if adapter and name != "actor":
+        raise ValueError(f"--adapter is for the actor, the {name} is written merged: leave --adapter out")
+    of_run = run["roles"][name]
+    if adapter and of_run["lora"] is None:
         raise ValueError(f"{checkpoint!r} has no adapter, it was trained without LoRA: leave --adapter out")
-    reader = _Reader(checkpoint, index, average)
-    where = model or role["folder"] or role["model"]
-    settings = _settings(role, where)
-    root, lora = unsharded_actor(
-        settings, FSDP2Precision(run["precision"]), None if where == TINY else model or role["model"]
-    )
+    where = model or of_run["folder"] or of_run["model"]
+    settings, precision = _settings(of_run, where), FSDP2Precision(run["precision"])
+    head: HeadKind = "tokens"
+    root: nn.Module
+    if average and name != "actor":
+        raise ValueError(f"--average is of the actor, the {name} has none: leave --average out")
+    if name == "actor":
+        reader = _Reader(checkpoint, index, "state_dict.actor.model.", "state_dict.average.model." if average else None)
+        root, lora = unsharded_actor(settings, precision, None if where == TINY else model or of_run["model"])
+    else:
+        reader = _Reader(checkpoint, index, f"state_dict.{name}.")
+        head = "values" if "value_head.bias" in reader.tensors else "score"
+        root = UnshardedCritic(settings, precision, bias=head == "values")
+        lora = root.adapter
     value, buffers = _values(reader, root, settings, where)
     tokenizer = AutoTokenizer.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
     asked = None if dtype is None else getattr(torch, dtype)
@@ -103,8 +114,8 @@ def export_checkpoint(
         tensors = gather_on_host(_named(root, lora, value), kind)
         tensors |= buffers()
         trust, changes = settings.trust_remote_code, settings.config_overrides
-        write_folder(target, tensors, settings.path, tokenizer, trust, changes, kind)
-        what = type(root).__name__ + (" with its adapter merged" if lora else "")
+        write_folder(target, tensors, settings.path, tokenizer, trust, changes, kind, head)
+        what = (type(root).__name__ if head == "tokens" else name) + (" with its adapter merged" if lora else "")
     what = f"average of {what}" if average else what
     return f"{what} of iteration {metadata['global_step']} in {target}"
 
@@ -112,7 +123,10 @@ def export_checkpoint(
 def _named(
     root: nn.Module, adapter: Adapter | None, value: Callable[[nn.Parameter], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """What `Policy.hf_named_parameters` gives in a run."""
+    """What the role's ``hf_named_parameters`` gives in a run."""
+    if isinstance(root, UnshardedCritic):
+        yield from scored_parameters(root, value)
+        return
     if adapter is not None:
         yield from adapter.merged(value)
         return
@@ -125,20 +139,21 @@ class _Reader(restricted.Reader):
     """Of a checkpoint's tensors.
 
     Args:
-        average: the averages take the places of what they are of.
+        prefix: of the tensors of a role.
+        average: of moving averages, which take the places of what they are of.
 
     Attributes:
-        tensors: shapes and dtypes of the policy's, by their names in the transformers model.
+        tensors: shapes and dtypes of those of one role, by their names without ``prefix``.
     """
 
-    def __init__(self, path: str, index: Any, average: bool = False) -> None:
+    def __init__(self, path: str, index: Any, prefix: str, average: str | None = None) -> None:
         super().__init__(path, index)
         self.name = path
         entries, self._keys = index.state_dict_metadata, dict[str, str]()
-        for prefix in (_PREFIX, _AVERAGE) if average else (_PREFIX,):
-            own = [key for key in entries if key.startswith(prefix) and isinstance(entries[key], TensorStorageMetadata)]
-            self._keys |= {key.removeprefix(prefix): key for key in own}
-        if average and not own:
+        for begin in (prefix,) if average is None else (prefix, average):
+            own = [key for key in entries if key.startswith(begin) and isinstance(entries[key], TensorStorageMetadata)]
+            self._keys |= {key.removeprefix(begin): key for key in own}
+        if average is not None and not own:
             raise ValueError(f"{path!r} has no average, it was trained without model.ema_decay: leave --average out")
         self.tensors = {name: entries[key] for name, key in self._keys.items()}
 
@@ -158,10 +173,16 @@ class _Reader(restricted.Reader):
 def _values(
     reader: _Reader, root: nn.Module, settings: ModelSettings, where: str
 ) -> tuple[Callable[[nn.Parameter], Tensor], Callable[[], dict[str, Tensor]]]:
-    """Functions that read a parameter of an unsharded actor, and its buffers by transformers' name.
+    """Functions that read a parameter of an unsharded role, and its buffers by transformers' name.
 
     What is in the checkpoint is read ahead in the model's own order; the rest is in the model that training started from.
     """
+
+    def outside(name: str) -> str:
+        if isinstance(root, UnshardedCritic) and name.startswith("model."):
+            return root.prefix + hf_name(name.removeprefix("model."))
+        return hf_name(name)
+
     stored = reader.tensors
     names = {id(parameter): same for same, parameter in parameters_with_names(root)}
     known = {key: next((name for name in same if name in stored), same[0]) for key, same in names.items()}
@@ -171,13 +192,13 @@ def _values(
     untrained = {known[key]: same for key, same in names.items() if known[key] not in stored}
     if untrained:
         base = replace(settings, model=local_path(where, settings.trust_remote_code))
-        pretrained = pretrained_tensors(root, untrained, base, hf_name)
+        pretrained = pretrained_tensors(root, untrained, base, outside)
 
     def value(parameter: nn.Parameter) -> Tensor:
         name = known[id(parameter)]
         return read(name) if name in stored else pretrained(name)
 
-    return value, lambda: {hf_name(n): read(n) if n in stored else buffer for n, buffer in own_buffers.items()}
+    return value, lambda: {outside(n): read(n) if n in stored else buffer for n, buffer in own_buffers.items()}
 
 
 def _read_ahead(reader: _Reader, names: list[str]) -> Callable[[str], Tensor]:
@@ -208,7 +229,7 @@ def _check_tensors(reader: _Reader, root: nn.Module, buffers: Mapping[str, Tenso
                 f"{reader.name!r} is of another model: {hf_name(name)} has shape {tuple(entry.size)}, it is {here}"
             )
     if not reader.tensors.keys() - buffers.keys():
-        raise ValueError(f"{reader.name!r} holds no policy: it was not written by a module of this package")
+        raise ValueError(f"{reader.name!r} holds no model: it was not written by a module of this package")
 
 
 def _check_target(out: str, target: Path) -> None:

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-from lightning_rlhf.images import is_vision_language
+from lightning_rlhf.images import auto_class, is_vision_language
+
+HeadKind = Literal["tokens", "score", "values"]
+"""What a model gives: log-probs of tokens, one score of a sequence, or a value at each token."""
+
+
+def class_of(config: Any, head: HeadKind) -> Any:
+    """The transformers class that builds a model of ``config`` with such a head."""
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    if head == "tokens":
+        return auto_class(config)
+    return AutoModelForSequenceClassification if head == "score" else AutoModelForTokenClassification
 
 
 def load_config(path: str, overrides: Mapping[str, Any] | None = None, trust_remote_code: bool = False) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -54,6 +54,7 @@ def pack(
     sequence_ranks: int = 1,
     sequence_rank: int = 0,
     images: Sequence[PromptImages | None] = (),
+    masks: Sequence[Float[Tensor, "_"]] = (),
 ) -> Packed:
     """Lay sequences into one stream and shift the labels, once, inside each sequence.
 
@@ -63,6 +64,7 @@ def pack(
         sequence_ranks: ranks that share the stream, each a contiguous piece: it is padded to a multiple of this.
         sequence_rank: this one.
         images: of each sequence's prompt, or empty.
+        masks: 1 on the tokens of each response that are wanted, or empty: all of them.
     """
     lengths = [len(s) for s in sequences]
     total = sum(lengths)
@@ -76,7 +78,8 @@ def pack(
         labels.append(shift_labels(sequence, prompt))
         n = len(sequence) - prompt
         index[i, :n] = torch.arange(start + prompt - 1, start + prompt - 1 + n)
-        mask[i, :n] = 1.0
+        mask[i, :n] = masks[i] if masks else 1.0
+        labels[-1][prompt - 1 : -1][mask[i, :n] == 0] = IGNORE
         start += len(sequence)
     if pad:  # real tokens never attend to it
         parts.append(torch.zeros(pad, dtype=torch.long))
@@ -98,6 +101,19 @@ def pack(
         real_tokens=total,
         images=pack_images(images, lengths, positions, sequence_ranks, sequence_rank),
     )
+
+
+def pack_ends(sequences: Sequence[Int[Tensor, "_"]], sequence_ranks: int = 1, sequence_rank: int = 0) -> Packed:
+    """Like `pack`, for what is read off each sequence's last token: ``rows`` and ``response_index`` are those, (b, 1).
+
+    A last token predicts nothing: ``labels`` are `IGNORE` throughout.
+    """
+    packed = pack(sequences, [len(s) for s in sequences], sequence_ranks, sequence_rank)
+    last = packed.cu_seqlens[1 : len(sequences) + 1].long() - 1
+    piece = len(packed.input_ids) // sequence_ranks
+    own = last[(last >= sequence_rank * piece) & (last < (sequence_rank + 1) * piece)]
+    mask = torch.ones(len(sequences), 1)
+    return replace(packed, rows=own - sequence_rank * piece, response_index=last[:, None], response_mask=mask)
 
 
 def attention_cost(hidden_size: int) -> Cost:

@@ -93,9 +93,16 @@ class PromptEncoder:
 
     def __call__(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of rendered prompts."""
-        encoded = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         prefix = special_prefix(self.tokenizer)
-        return [ids if ids[: len(prefix)] == prefix else prefix + ids for ids in encoded["input_ids"]]
+        return [ids if ids[: len(prefix)] == prefix else prefix + ids for ids in self.bare(texts)]
+
+    def bare(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of texts that do not begin a sequence."""
+        if not texts:
+            return []
+        return self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)[
+            "input_ids"
+        ]
 
     def render(self, prompt: Any, pictures: int = 0) -> str:
         """The text that is tokenised, with one placeholder per picture.

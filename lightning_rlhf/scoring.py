@@ -14,7 +14,7 @@ import math
 import pickle
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -74,13 +74,20 @@ class Scorer:
             if self._runner(reward) is self._pool:
                 _check_pickles(reward)
 
-    def __call__(self, rollout: Rollout, texts: Sequence[str], trainer_state: Any = None) -> Scores:
+    def __call__(
+        self,
+        rollout: Rollout,
+        texts: Sequence[str],
+        trainer_state: Any = None,
+        given: Mapping[str, tuple[torch.Tensor, float]] | None = None,
+    ) -> Scores:
         """Score every response.
 
         Args:
             rollout: the responses.
             texts: each one's text.
             trainer_state: handed to functions that ask for it; of a Trainer, what `TrainerState` has.
+            given: (values (B,), weight) that take part in the sum like those of a function, by name; NaN abstains.
 
         Returns:
             `Scores` whose ``parts`` name every function, on a rank without responses too.
@@ -88,7 +95,7 @@ class Scorer:
         Raises:
             RewardError: there is no function, or one is wrong for every response.
         """
-        if not self.rewards:
+        if not self.rewards and not given:
             raise RewardError("there is no reward: set model.reward, or override score() in a subclass of the module")
         if hasattr(trainer_state, "current_epoch"):
             state = trainer_state
@@ -101,13 +108,15 @@ class Scorer:
                 run.start()
         for run in runs:
             run.finish()
-        values = torch.stack([run.values for run in runs])
-        lost = torch.stack([run.lost for run in runs]).any(0)
-        weighted = values.nan_to_num() * torch.tensor(self.weights)[:, None]
+        parts = {run.reward.name: run.values for run in runs} | {n: found for n, (found, _) in (given or {}).items()}
+        weights = torch.tensor([*self.weights, *(weight for _, weight in (given or {}).values())])
+        values = torch.stack(list(parts.values()))
+        lost = torch.stack([torch.zeros(size, dtype=torch.bool), *(run.lost for run in runs)]).any(0)
+        weighted = values.nan_to_num() * weights[:, None]
         nothing = lost | values.isnan().all(0)
         return Scores(
             total=weighted.sum(0).masked_fill(nothing, math.nan),
-            parts={run.reward.name: run.values for run in runs},
+            parts=parts,
             metrics={name: value for run in runs for name, value in run.metrics.items()},
             columns={name: column for run in runs for name, column in run.columns.items()},
             failures=int(lost.sum()),

@@ -1,7 +1,7 @@
 """Where rows come from: files, the hub, your own code, procedural tasks.
 
     path ─▶ .jsonl, .json     parsed as they stand         task ─▶ reasoning-gym, made from (seed, row number)
-            .parquet, hub     by `datasets`
+            .parquet, .csv, hub     by `datasets`
             my_pkg.prompts    an iterable of dicts, or a function giving one
 
 `Rows` are only fetched when a batch needs them, so they may live in a memory-mapped file, or not exist until then.
@@ -32,11 +32,11 @@ def read_rows(path: str, split: str = "train", subset: str | None = None) -> Row
         ValueError: it cannot be read, or it is empty.
     """
     file = Path(path).expanduser()
-    is_json, is_parquet = file.suffix in (".jsonl", ".json"), file.suffix == ".parquet"
-    if not file.exists() and (is_json or is_parquet or path.startswith((".", "/", "~")) or path.count("/") > 1):
+    is_json, is_table = file.suffix in (".jsonl", ".json"), file.suffix in (".parquet", ".csv")
+    if not file.exists() and (is_json or is_table or path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise FileNotFoundError(f"data.path: there is no file {path!r}")
-    if file.is_file() and not is_json and not is_parquet:
-        raise ValueError(f"data.path: {path!r} must end in .jsonl, .json or .parquet")
+    if file.is_file() and not is_json and not is_table:
+        raise ValueError(f"data.path: {path!r} must end in .jsonl, .json, .parquet or .csv")
     if file.is_file() and is_json:
         rows = _json(file, split)
     elif not file.exists() and "." in path and "/" not in path:
@@ -53,7 +53,7 @@ def _load(path: str, file: Path, split: str, subset: str | None) -> Rows:
 
     try:
         if file.is_file():
-            return load_dataset("parquet", data_files=str(file), split=split)
+            return load_dataset(file.suffix[1:], data_files=str(file), split=split)
         return load_dataset(str(file) if file.is_dir() else path, subset, split=split)
     except Exception as error:
         raise ValueError(f"data.path: {path!r} cannot be read as a data set: {first_line(error)}") from error

@@ -331,10 +331,11 @@ class FSDPUlyssesStrategy(ModelParallelStrategy):
             layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + ahead])  # type: ignore[arg-type]
             layer.set_modules_to_backward_prefetch(layers[max(0, i - ahead) : i][::-1])  # type: ignore[arg-type]
 
-    def shard_float32(self, unit: nn.Module) -> None:
-        """A unit that computes in float32 whatever the precision: its inputs are cast up."""
+    def shard_float32(self, unit: nn.Module, on_host: bool = False) -> None:
+        """A unit that computes in float32 whatever the precision: its inputs are cast up. ``on_host`` as in `shard`."""
+        options: dict[str, Any] = {"offload_policy": self._host_policy} if on_host else {}
         policy = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.float32)
-        fully_shard(unit, mesh=self.device_mesh, mp_policy=policy)
+        fully_shard(unit, mesh=self.device_mesh, mp_policy=policy, **options)
 
     def shard_uncast(self, unit: nn.Module, on_host: bool = False) -> None:
         """A unit that gets its inputs as they are: the blocks of a vision tower take rotary angles in float32."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -262,6 +263,30 @@ class Experience(_Movable):
 
     def __len__(self) -> int:
         return len(self.sequences)
+
+
+@dataclass(frozen=True)
+class Examples(_Movable):
+    """The labelled sequences of one optimizer step, equal on every rank: N of them, ``size`` to an example.
+
+    A pair is an example of two, the better answer first. ``masks`` are 1 on the tokens that are learned, from ``prompt_lengths``
+    on; ``margins``, one per pair, say how much better an answer is. Sequences and masks stay on the host until they are packed.
+    """
+
+    sequences: list[Int[Tensor, "_"]]
+    prompt_lengths: list[int]
+    masks: list[Float[Tensor, "_"]]
+    size: int = 1
+    margins: Float[Tensor, "pairs"] | None = None
+
+    @cached_property
+    def tokens(self) -> int:
+        """That are learned."""
+        return sum(int(mask.sum()) for mask in self.masks)
+
+    def __len__(self) -> int:
+        """Examples, not sequences."""
+        return len(self.sequences) // self.size
 
 
 def shift_labels(sequence: Int[Tensor, "L"], prompt_length: int) -> Int[Tensor, "L"]:

@@ -332,3 +332,35 @@ def test_a_curve_is_the_mean_of_its_seeds_with_their_range():
     alone, together = curves.table({"grpo": runs}, 1), curves.table({"grpo": runs}, 2)
     assert alone.splitlines()[2] == "| grpo | 0.200 (0.100 - 0.300) | 0.700 (0.500 - 0.900) | 1.50 |"
     assert together.splitlines()[2] == "| grpo | 0.200 (0.100 - 0.300) | 0.700 (0.500 - 0.900) |"
+
+
+@pytest.mark.slow
+def test_scaling_measures_every_row_and_says_why_one_failed(tmp_path, capsys):
+    scaling = import_module("benchmarks.scaling")
+    line = [
+        "--gpus",
+        "2",
+        "--device",
+        "cpu",
+        "--shapes",
+        "tiny",
+        "--prompts",
+        "2",
+        "--prompt_tokens",
+        "8",
+        "--tokens",
+        "4",
+    ]
+    line += ["--longest", "64", "--steps", "3", "--out", str(tmp_path)]
+    assert scaling.main([*line, "--rows", "step tiny dp"]) == 0
+    printed = [row.split("|")[1:-1] for row in capsys.readouterr().out.splitlines()]
+    assert [row[0].strip() for row in printed[2:]] == ["step tiny dp 1", "step tiny dp 2", "step tiny dp 2, weak"]
+    assert printed[2][-1].strip() == "1.00 on 1"
+    assert printed[3][-1].strip().endswith("on 2")
+    assert scaling.main([*line, "--rows", "long tiny sp 2"]) == 0
+    assert capsys.readouterr().out.startswith("long tiny sp 2: 128 tokens, ")
+    assert scaling.main([*line, "--rows", "reshard"]) == 0
+    assert "as if nothing had happened" in capsys.readouterr().out
+    wrong = ["--rows", "step tiny dp 1", "--options", "trainer.max_epoch=2", "--out", str(tmp_path / "other")]
+    assert scaling.main([*line, *wrong]) == 1
+    assert "max_epoch" in capsys.readouterr().out

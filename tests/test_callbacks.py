@@ -89,6 +89,8 @@ def an_experience(rollout: Rollout) -> Experience:
 
 
 class Actor(nn.Module):
+    head_kind = "tokens"
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -112,6 +114,7 @@ class Toy(pl.LightningModule):
         self.phases = Phases()
         self.tokenizer, self.settings = tokenizer, ModelSettings(model_path)
         self.packing = {"real_tokens": 30, "padded_tokens": 40}
+        self.lengths: list[int] = []
         self.work_seconds = work_seconds
         self.iteration = 0
         self.flops: list[Passes] = []
@@ -128,6 +131,7 @@ class Toy(pl.LightningModule):
             self.optimizers().step()
         self.iteration = self.global_step
         self.last_experience = an_experience(batch["rollout"])
+        self.lengths = [len(sequence) for sequence in self.last_experience.sequences]
         self.last_scores = self.score()
         self.seen.append((self.current_epoch, batch_idx, self.global_step))
 
@@ -253,7 +257,7 @@ def test_mfu_is_the_update_against_the_peak(tmp_path: Path, tokenizer: Any, mode
     dims = dims_of(AutoConfig.from_pretrained(model_path))
     toy.flops = [Passes("update", dims, 2, 2), Passes("reference", dims, 1, 0)]
     row = logged(fit(toy, tmp_path, [Throughput(peak_tflops=0.5)], batches=1))[0]
-    lengths = [len(s) for s in toy.last_experience.sequences]
+    lengths = toy.lengths
     for name, lookup in (("perf/mfu", False), ("perf/mfu_conventional", True)):
         want = 2 * training_flops(dims, lengths, lookup=lookup) / (row["timing_s/update"] * 0.5e12)
         assert row[name] == pytest.approx(want, rel=1e-3)
@@ -565,7 +569,7 @@ def test_an_export_loads_back_equal(tmp_path: Path, tokenizer: Any, model_path: 
     source = tmp_path / "source"
     config.save_pretrained(source)
     toy = Toy(tokenizer, str(source))
-    toy.actor = Actor(model)
+    toy.root = Actor(model)
     trainer = fit(toy, tmp_path, [HFExport()], batches=3)
     folder = Path(trainer.log_dir) / "hf"
     assert os.listdir(folder) == ["iteration_000003"]
@@ -641,7 +645,7 @@ def test_exports_come_every_n_iterations_and_once_at_the_end(
     tmp_path: Path, model_path: str, batches: int, every: int | None, at_end: bool, want: list[int]
 ) -> None:
     toy = Toy(Recording(), model_path)
-    toy.actor = Actor(AutoModelForCausalLM.from_pretrained(model_path).train())
+    toy.root = Actor(AutoModelForCausalLM.from_pretrained(model_path).train())
     fit(toy, tmp_path, [HFExport(every, at_end, tmp_path / "hf")], batches=batches)
     assert toy.tokenizer.folders == [f"iteration_{i:06d}" for i in want]
     assert sorted(os.listdir(tmp_path / "hf")) == toy.tokenizer.folders
@@ -664,15 +668,15 @@ class Failing:
 
 def test_a_failed_export_leaves_nothing_and_says_why(tmp_path: Path, tokenizer: Any, model_path: str) -> None:
     toy = Toy(Failing(), model_path)
-    toy.actor = Actor(AutoModelForCausalLM.from_pretrained(model_path).train())
+    toy.root = Actor(AutoModelForCausalLM.from_pretrained(model_path).train())
 
     (tmp_path / "hf" / "iteration_000001").mkdir(parents=True)
     (tmp_path / "hf" / "iteration_000001" / "old").touch()
     with pytest.raises(OSError, match="disk full"):
-        write_folder(tmp_path / "hf" / "iteration_000001", dict(toy.actor.hf_named_parameters()), model_path, Failing())
+        write_folder(tmp_path / "hf" / "iteration_000001", dict(toy.root.hf_named_parameters()), model_path, Failing())
     assert os.listdir(tmp_path / "hf") == ["iteration_000001"]
     assert os.listdir(tmp_path / "hf" / "iteration_000001") == ["old"]
-    write_folder(tmp_path / "hf" / "iteration_000001", dict(toy.actor.hf_named_parameters()), model_path, tokenizer)
+    write_folder(tmp_path / "hf" / "iteration_000001", dict(toy.root.hf_named_parameters()), model_path, tokenizer)
     assert "old" not in os.listdir(tmp_path / "hf" / "iteration_000001")
     assert "model.safetensors" in os.listdir(tmp_path / "hf" / "iteration_000001")
 

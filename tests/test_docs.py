@@ -25,7 +25,13 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 OWNERS: dict[str, tuple[type, ...]] = {
     "trainer": (pl.Trainer,),
     "trainer.strategy": (lightning_rlhf.FSDPUlyssesStrategy,),
-    "model": (*lightning_rlhf.PPOLightningModule.__mro__[:-1], ModelSettings),
+    "model": (
+        *lightning_rlhf.PPOLightningModule.__mro__[:-1],
+        lightning_rlhf.DPOLightningModule,
+        lightning_rlhf.RewardModelLightningModule,
+        ModelSettings,
+    ),
+    "model.reward_model": (lightning_rlhf.FrozenRewardModel,),
     "model.kl": (lightning_rlhf.KL,),
     "model.correction": (lightning_rlhf.Correction,),
     "model.lora": (lightning_rlhf.LoRA,),
@@ -34,7 +40,11 @@ OWNERS: dict[str, tuple[type, ...]] = {
     "rollout.val_sampling": (lightning_rlhf.Sampling,),
     "rollout.engine": (VLLMEngine,),
     "rollout.filter_groups": (lightning_rlhf.FilterGroups,),
-    "data": (lightning_rlhf.PromptDataModule,),
+    "data": (
+        lightning_rlhf.PromptDataModule,
+        lightning_rlhf.SFTDataModule,
+        *lightning_rlhf.PreferenceDataModule.__mro__[:2],
+    ),
 }
 KEY = re.compile(r"`(?:--)?((?:trainer|model|rollout|data)\.[a-z_.]+)(?::[^`]*)?`")
 

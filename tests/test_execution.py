@@ -24,8 +24,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 from lightning_rlhf import FSDPUlyssesStrategy
 from lightning_rlhf.callbacks.offload import HostMemory
 from lightning_rlhf.modules import execution, settings
+from lightning_rlhf.modules.critic import build_critic
 from lightning_rlhf.modules.execution import HostActivations, apply_execution, bucketed, check_execution
-from lightning_rlhf.modules.policy import build_critic, build_policy
+from lightning_rlhf.modules.policy import build_policy
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.packing import Packed, pack
 from lightning_rlhf.plan.probe import attention, liger_modules

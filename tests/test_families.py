@@ -15,7 +15,8 @@ from toys import spawn
 from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalLM
 
 from lightning_rlhf.kernels import Features, reference_kernel
-from lightning_rlhf.modules.policy import build_critic, build_policy, check_model
+from lightning_rlhf.modules.critic import build_critic, check_model
+from lightning_rlhf.modules.policy import build_policy
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.packing import pack
 from lightning_rlhf.ulysses import packed_attention

@@ -22,7 +22,8 @@ from toys import TINY_MODULE, even_tokens, fit, spawn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lightning_rlhf import KL, GRPOLightningModule, HFExport, LoRA, PPOLightningModule, Sampling
-from lightning_rlhf.modules.policy import Policy, build_critic, build_policy
+from lightning_rlhf.modules.critic import build_critic
+from lightning_rlhf.modules.policy import Policy, build_policy
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.packing import Packed, pack
 from lightning_rlhf.rollout import TransformersEngine

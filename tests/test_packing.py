@@ -102,3 +102,13 @@ def test_a_plan_at_home_is_not_endless_when_a_rank_has_nothing_or_the_budget_is_
     assert sorted(i for one in bins[0] for i in one) == [0, 1, 2, 3, 4]
     with pytest.raises(ValueError, match="a sequence of 9 tokens does not fit the budget of 8"):
         plan_at_home([9], [0], [0], 1, 8)
+
+
+def test_tokens_that_are_not_wanted_have_no_label_and_no_row():
+    """Of a conversation: the second turn's question, between two answers."""
+    sequence = torch.arange(10, 18)
+    packed = pack([sequence[:3], sequence], [1, 2], masks=[torch.ones(2), torch.tensor([1.0, 1, 0, 0, 1, 1])])
+    assert packed.rows.tolist() == [0, 1, 4, 5, 8, 9]
+    assert packed.labels[packed.rows].tolist() == [11, 12, 12, 13, 16, 17]
+    stream = torch.arange(11.0)
+    assert packed.unpack(stream)[1].tolist() == [4, 5, 0, 0, 8, 9]

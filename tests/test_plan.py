@@ -33,8 +33,9 @@ from transformers import (
 from benchmarks.random_model import config_of as config_of_shape
 from lightning_rlhf import KL, FSDPUlyssesStrategy, GRPOLightningModule, PPOLightningModule, RolloutCallback, Sampling
 from lightning_rlhf.cli import main
+from lightning_rlhf.modules.critic import build_critic
 from lightning_rlhf.modules.execution import apply_execution
-from lightning_rlhf.modules.policy import build_critic, build_policy
+from lightning_rlhf.modules.policy import build_policy
 from lightning_rlhf.modules.settings import LoRA, ModelSettings
 from lightning_rlhf.packing import plan as pack_plan
 from lightning_rlhf.plan import make_plan, problems

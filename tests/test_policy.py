@@ -10,8 +10,9 @@ import torch
 from toys import Results, assert_equal_to_stock, packed_results, spawn, stock_results
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
 
+from lightning_rlhf.modules.critic import build_critic
 from lightning_rlhf.modules.loading import meta_parameters
-from lightning_rlhf.modules.policy import build_critic, build_policy
+from lightning_rlhf.modules.policy import build_policy
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.packing import pack
 from lightning_rlhf.strategy import FSDPUlyssesStrategy

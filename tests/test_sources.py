@@ -76,7 +76,7 @@ def test_json_is_taken_as_it_stands(tmp_path):
         ("rows.jsonl", "", r"rows\.jsonl' holds no rows"),
         ("rows.json", "[]", r"rows\.json' holds no rows"),
         ("rows.parquet", "nonsense", r"rows\.parquet' cannot be read as a data set"),
-        ("rows.csv", "prompt", r"rows\.csv' must end in \.jsonl, \.json or \.parquet"),
+        ("rows.txt", "prompt", r"rows\.txt' must end in \.jsonl, \.json, \.parquet or \.csv"),
     ],
 )
 def test_a_bad_file_is_one_line_that_says_where(tmp_path, name, text, message):

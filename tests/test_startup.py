@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from lightning_rlhf.modules.policy import build_critic, build_policy
+from lightning_rlhf.modules.critic import build_critic
+from lightning_rlhf.modules.policy import build_policy
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.modules.startup import check_isolation
 

@@ -30,8 +30,9 @@ from lightning_rlhf import (
 from lightning_rlhf.cli import main
 from lightning_rlhf.export import export_checkpoint
 from lightning_rlhf.images import ImageEncoder
+from lightning_rlhf.modules.critic import build_critic, check_model
 from lightning_rlhf.modules.kl import KL
-from lightning_rlhf.modules.policy import build_critic, build_policy, check_model
+from lightning_rlhf.modules.policy import build_policy
 from lightning_rlhf.modules.settings import LoRA, ModelSettings
 from lightning_rlhf.modules.startup import check_isolation
 from lightning_rlhf.packing import pack

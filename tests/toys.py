@@ -31,7 +31,8 @@ from lightning_rlhf import (
     RolloutCallback,
     Sampling,
 )
-from lightning_rlhf.modules.policy import Critic, Policy
+from lightning_rlhf.modules.critic import Critic
+from lightning_rlhf.modules.policy import Policy
 from lightning_rlhf.packing import Packed
 from lightning_rlhf.rollout.sharing import Pool
 from lightning_rlhf.types import Completion

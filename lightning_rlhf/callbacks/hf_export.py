@@ -1,7 +1,9 @@
-"""Write the policy as an ordinary Hugging Face folder, which transformers and vLLM load.
+"""Write what a run trains as an ordinary Hugging Face folder, which transformers and vLLM load.
 
     <run folder>/hf/iteration_000200/    config.json, generation_config.json, tokenizer files, model*.safetensors (bf16)
                                          of LoRA the merged model, or: adapter_config.json, adapter_model.safetensors
+
+The policy, or where there is none the reward model, as an ``AutoModelForSequenceClassification``.
 
 All ranks gather the shards bucket by bucket; rank 0 keeps the full tensors on the host (2 bytes per parameter) and
 writes. A folder appears under its name only when it is whole. An observer: removing it changes no result.
@@ -24,8 +26,7 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-from lightning_rlhf.hf_config import load_config
-from lightning_rlhf.images import auto_class
+from lightning_rlhf.hf_config import HeadKind, class_of, load_config
 
 
 class HFExport(pl.Callback):
@@ -66,6 +67,8 @@ class HFExport(pl.Callback):
             raise ValueError(f"HFExport writes to local folders only, got {str(self.dirpath)!r}: set its dirpath")
         if self.adapter and pl_module.settings.lora is None:
             raise ValueError("HFExport.adapter needs a run with LoRA: set model.lora, or leave it out")
+        if self.adapter and "actor" not in pl_module.roles:
+            raise ValueError("HFExport.adapter is for a policy, a reward model is written merged: leave it out")
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.every_n_iterations and trainer.global_step % self.every_n_iterations == 0:
@@ -84,11 +87,11 @@ class HFExport(pl.Callback):
         settings, tokenizer = pl_module.settings, pl_module.tokenizer
         changes, adapter = settings.config_overrides, self.adapter
         trust = settings.trust_remote_code
-        export(pl_module.actor, target, settings.path, tokenizer, trainer.strategy, trust, changes, adapter=adapter)
+        export(pl_module.root, target, settings.path, tokenizer, trainer.strategy, trust, changes, adapter=adapter)
 
 
 def export(
-    actor: Any,
+    root: Any,
     target: Path,
     model_path: str,
     tokenizer: Any,
@@ -98,24 +101,26 @@ def export(
     *,
     adapter: bool = False,
 ) -> None:
-    """Gather the weights of ``actor``, or with ``adapter`` of its adapter, and write them on rank 0: a collective.
+    """Gather the weights of ``root``, or with ``adapter`` of its adapter, and write them on rank 0: a collective.
 
     Raises:
         RuntimeError: on every rank if rank 0 could not write, so that none waits for it.
     """
     keep = strategy.is_global_zero
     if adapter:
-        weights = gather_on_host(actor.adapter.named_parameters(), None, keep)
+        weights = gather_on_host(root.adapter.named_parameters(), None, keep)
     else:
-        weights = gather_on_host(actor.hf_named_parameters(), torch.bfloat16, keep)
-        weights |= {name: buffer.cpu() for name, buffer in actor.hf_named_buffers()}
+        weights = gather_on_host(root.hf_named_parameters(), torch.bfloat16, keep)
+        weights |= {name: buffer.cpu() for name, buffer in root.hf_named_buffers()}
     failure = None
     if strategy.is_global_zero:
         try:
             if adapter:
-                write_adapter(target, weights, actor.adapter, tokenizer)
+                write_adapter(target, weights, root.adapter, tokenizer)
             else:
-                write_folder(target, weights, model_path, tokenizer, trust_remote_code, config_overrides)
+                write_folder(
+                    target, weights, model_path, tokenizer, trust_remote_code, config_overrides, head=root.head_kind
+                )
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
     failure = strategy.broadcast(failure)
@@ -131,6 +136,7 @@ def write_folder(
     trust_remote_code: bool = False,
     config_overrides: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    head: HeadKind = "tokens",
 ) -> None:
     """Write weights, config, generation config and tokenizer under a temporary name, then rename.
 
@@ -142,9 +148,16 @@ def write_folder(
         trust_remote_code: the model's class comes with its folder.
         config_overrides: with which the model was built; they become part of its config.
         dtype: of the weights, for the config.
+        head: what kind of model it is.
     """
     with _appearing_whole(target) as draft:
-        model = _skeleton(model_path, trust_remote_code, config_overrides, dtype)
+        model = _skeleton(model_path, trust_remote_code, config_overrides, dtype, head)
+        if head != "tokens" and (unknown := sorted(weights.keys() - model.state_dict().keys())):
+            raise NotImplementedError(
+                f"transformers' {type(model).__name__} has no {unknown[0]}, it would lose the head"
+            )
+        if head == "score" and model.config.pad_token_id is None:  # by which transformers finds the last token
+            model.config.pad_token_id = tokenizer.pad_token_id
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         model.save_pretrained(draft, state_dict={n: t for n, t in weights.items() if n not in tied})
         tokenizer.save_pretrained(draft)
@@ -180,15 +193,21 @@ def _appearing_whole(target: Path) -> Iterator[Path]:
 
 
 def _skeleton(
-    model_path: str, trust_remote_code: bool, config_overrides: Mapping[str, Any] | None, dtype: torch.dtype
+    model_path: str,
+    trust_remote_code: bool,
+    config_overrides: Mapping[str, Any] | None,
+    dtype: torch.dtype,
+    head: HeadKind,
 ) -> Any:
     """The model without weights: what `save_pretrained` needs to know of its class."""
     from transformers import GenerationConfig
 
     config = load_config(model_path, config_overrides, trust_remote_code)
+    if head != "tokens":
+        config.num_labels = 1
     with torch.device("meta"):
-        model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    if (Path(model_path) / "generation_config.json").exists():
+        model = class_of(config, head).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    if head == "tokens" and (Path(model_path) / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(model_path)
     return model
 

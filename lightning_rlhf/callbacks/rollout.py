@@ -363,9 +363,12 @@ class RolloutCallback(pl.Callback):
         if self.engine.weight_version != version:
             self._sync(module, version)
         if self.rung.offload_parameters:
+            # a reward model is asked while the engine is awake
+            scores = self.filter_groups is not None or not trainer.training
             with self._step(module, "offload"):
                 for root in _roots(module):
-                    self._host.offload_parameters(root)
+                    if not scores or root is not module.reward_model:
+                        self._host.offload_parameters(root)
         with self._step(module, "wake", "kv_cache"):
             self.engine.wake(["kv_cache"])
 
@@ -452,8 +455,9 @@ class RolloutCallback(pl.Callback):
 
 
 def _roots(module: RLHFLightningModule) -> list[torch.nn.Module]:
-    """The sharded models of a module; not a reference whose shards live on the host anyway."""
-    names = ["actor", "critic"] if module.settings.offload_reference else ["actor", "critic", "reference"]
+    """The sharded models of a module; not frozen ones whose shards live on the host anyway."""
+    frozen = [] if module.settings.offload_reference else ["reference", "reward_model"]
+    names = ["actor", "critic", *frozen]
     return [root for name in names if (root := getattr(module, name, None)) is not None]
 
 

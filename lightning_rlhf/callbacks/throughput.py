@@ -56,8 +56,7 @@ class Throughput(pl.Callback):
         now = time.perf_counter()
         step, self._since = now - self._since, now
         seconds = pl_module.phases.take()
-        lengths = [len(s) for s in pl_module.last_experience.sequences]
-        packing = pl_module.packing
+        lengths, packing = pl_module.lengths, pl_module.packing
         self._seen |= seconds.keys()  # Lightning repeats the last value of a metric that is not logged again
         metrics = {f"timing_s/{name}": seconds.get(name, 0.0) for name in self._seen}
         metrics |= self._utilisation(trainer, pl_module, lengths, seconds.get("update", 0.0))

@@ -63,3 +63,8 @@ _ROW_WEIGHT: dict[str, Callable[[Tensor, float], Tensor]] = {
     "seq-mean-token-sum-norm": lambda lengths, norm: 1 / (_responses(lengths) * norm),
 }
 """Weight of a token, given the number of tokens of each response (B, 1)."""
+
+
+def weighted(weights: Float[Tensor, "b T"], token_values: Float[Tensor, "b T"]) -> Float[Tensor, ""]:
+    """Σ w x, where a token of weight 0 may be anything."""
+    return (weights * torch.where(weights > 0, token_values, 0.0)).sum()

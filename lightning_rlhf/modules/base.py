@@ -25,18 +25,18 @@ from jsonargparse.typing import NonNegativeFloat, OpenUnitInterval, PositiveFloa
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_rlhf.flops import Passes, dims_of, frozen
+from lightning_rlhf.flops import Passes
 from lightning_rlhf.modules import advantages, losses
-from lightning_rlhf.modules.aggregation import Aggregation, token_weights
+from lightning_rlhf.modules.aggregation import Aggregation, token_weights, weighted
 from lightning_rlhf.modules.batching import MicroBatch, micro_batches, mini_batches
 from lightning_rlhf.modules.correction import Correction, add_off_policy, importance_weights, kept, mean_weight
+from lightning_rlhf.modules.critic import Critic
 from lightning_rlhf.modules.experience import gather_experience
 from lightning_rlhf.modules.functions import check_options, function_named
 from lightning_rlhf.modules.kl import KL, kl_estimate
-from lightning_rlhf.modules.lora import trained_matrices
 from lightning_rlhf.modules.losses import OWN_AGGREGATION, SELECTIONS
 from lightning_rlhf.modules.metrics import Metrics
-from lightning_rlhf.modules.policy import Critic, Policy
+from lightning_rlhf.modules.policy import Policy
 from lightning_rlhf.modules.report import (
     Alarms,
     add_completions,
@@ -47,8 +47,8 @@ from lightning_rlhf.modules.report import (
     finish,
 )
 from lightning_rlhf.modules.scored import ScoredModule
+from lightning_rlhf.modules.training import passes_of
 from lightning_rlhf.packing import Packed
-from lightning_rlhf.phases import Phases
 from lightning_rlhf.types import Experience, Rollout, Scores, derive_seed
 
 
@@ -141,16 +141,14 @@ class RLHFLightningModule(ScoredModule):
             )
         if clip_dual is not None and clip_dual <= 1.0:
             raise ValueError(f"model.clip_dual must be above 1, or null to switch it off, got {clip_dual}")
-        self.phases = Phases()
         self.alarms = Alarms()
-        self._logged: set[str] = set()
         # what callbacks add to an iteration's metrics, and what they may read of the last one
         self.extra_metrics: dict[str, float] = {}
-        if self.settings.offload_reference and (self.settings.lora is not None or not self.needs_reference):
+        none = self.settings.lora is not None or not self.needs_reference
+        if self.settings.offload_reference and none and self.frozen_reward is None:
             why = "model.kl.coef is 0" if not self.needs_reference else "model.lora is set"
             rank_zero_warn(f"model.offload_reference moves nothing: {why}, so no reference is loaded")
         self.last_experience: Experience
-        self.packing: dict[str, int] = {}
         self._moved: Metrics
 
     def _check_estimator(self) -> None:
@@ -187,13 +185,7 @@ class RLHFLightningModule(ScoredModule):
 
     def update_passes(self, root: Policy | Critic, outputs: int | None = None) -> list[Passes]:
         """Forward and backward of one role in every epoch."""
-        try:
-            dims = dims_of(root.model.config, outputs)
-        except ValueError:
-            return []
-        if root.adapter is not None:
-            dims = frozen(dims, *trained_matrices(root))
-        return [Passes("update", dims, self.ppo_epochs, self.ppo_epochs)]
+        return passes_of(root, outputs, self.ppo_epochs, self.ppo_epochs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
@@ -354,6 +346,7 @@ class RLHFLightningModule(ScoredModule):
         """``ppo_epochs`` x ``mini_batches`` optimizer steps; the last one advances ``trainer.global_step``."""
         metrics, self._moved = Metrics(self.device), Metrics(self.device)
         self.packing = {"real_tokens": 0, "padded_tokens": 0}
+        self.lengths = [len(sequence) for sequence in experience.sequences]
         iteration, responses = self.trainer.fit_loop.total_batch_idx, len(experience)
         steps = [
             rows
@@ -378,8 +371,7 @@ class RLHFLightningModule(ScoredModule):
                 break
         if self.target_kl is not None:
             metrics.mean("actor/kl_skipped_steps", len(steps) - number + too_far)
-        for scheduler in self._schedulers():
-            scheduler.step()
+        self.step_schedulers()
         return metrics
 
     def select(self, experience: Experience, rows: Sequence[int], number: int) -> Experience:
@@ -456,12 +448,12 @@ class RLHFLightningModule(ScoredModule):
                 importance = experience.importance[rows, :width]
             token_losses = token_losses * (importance / experience.importance_mean)
             add_importance(metrics, importance, weights * sampler.isfinite(), self.correction.cap)
-        loss = _weighted(weights, token_losses)
+        loss = weighted(weights, token_losses)
         metrics.sum("actor/pg_loss", loss.detach() / steps)
         if self.entropy_coef > 0.0:
-            loss = loss - self.entropy_coef * _weighted(weights, entropy)
+            loss = loss - self.entropy_coef * weighted(weights, entropy)
         if experience.positive is not None:
-            surprise = _weighted(experience.positive[rows, :width], -log_probs)
+            surprise = weighted(experience.positive[rows, :width], -log_probs)
             metrics.sum("actor/positive_loss", surprise.detach() / steps)
             loss = loss + self.positive_coef * surprise
         if experience.ref_log_probs is not None:
@@ -472,7 +464,7 @@ class RLHFLightningModule(ScoredModule):
                 per_response = torch.where(mask > 0, distance.detach(), 0).sum(1) / lengths.clamp(min=1)
                 metrics.mean("actor/kl", per_response, lengths > 0)
             if self.kl.where == "loss":
-                loss = loss + self.kl_coef * _weighted(weights, distance)
+                loss = loss + self.kl_coef * weighted(weights, distance)
         self.manual_backward(loss * self.trainer.world_size)
         if with_entropy:
             metrics.mean("actor/entropy", entropy.detach(), weights)
@@ -491,22 +483,13 @@ class RLHFLightningModule(ScoredModule):
         reduced = finish(metrics.reduce(self.strategy.all_reduce_dp))
         reduced |= self.extra_metrics
         self.extra_metrics = {}
-        for group in self.optimizers().param_groups:  # type: ignore[union-attr]
-            reduced[f"{group['role']}/lr"] = group["lr"]
         if self.kl.target is not None:
             reduced["actor/kl_coef"] = self.kl_coef
             if math.isfinite(distance := reduced.get("actor/kl", math.nan)):
                 self.kl_coef = self.kl.adapted(self.kl_coef, distance, len(experience))
-        self.forget(self._logged - reduced.keys())
-        self._logged = set(reduced)
-        self.log_dict(reduced, sync_dist=False, batch_size=len(experience))
+        self.log_reduced(reduced, len(experience))
         self.log("reward", reduced["reward/mean"], prog_bar=True, logger=False, batch_size=len(experience))
         self.alarms(reduced, rollout.sampling)
-
-
-def _weighted(weights: Tensor, token_values: Tensor) -> Tensor:
-    """Σ w x, where a token of weight 0 may be anything."""
-    return (weights * torch.where(weights > 0, token_values, 0.0)).sum()
 
 
 _TENSORS = frozenset({"log_probs", "old_log_probs", "advantages", "mask", "chosen"})

@@ -1,4 +1,6 @@
-"""How an iteration's responses are cut into optimizer steps and packed micro-batches; every rank computes the same cut."""
+"""How an iteration's responses are cut into optimizer steps, and these or a step's examples into packed micro-batches; every rank
+computes the same cut.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lightning_rlhf.packing import Packed, pack, plan, plan_at_home
-from lightning_rlhf.types import Experience, _Movable, derive_seed
+from lightning_rlhf.packing import Packed, pack, pack_ends, plan, plan_at_home
+from lightning_rlhf.types import Examples, Experience, _Movable, derive_seed
 
 
 def mini_batches(responses: int, count: int, *seed: int) -> list[list[int]]:
@@ -73,7 +75,6 @@ def micro_batches(experience: Experience, rows: Sequence[int], split: Split) -> 
     else:  # pictures stay where they were read
         homes, groups = [experience.home[i] for i in rows], experience.group[list(rows)].tolist()
         bins = plan_at_home(lengths, homes, groups, split.data_ranks, budget, split.cost)
-    spent = [[sum(lengths[i] for i in members) for members in rank] for rank in bins]
     own = []
     for members in bins[split.data_rank]:
         chosen = [rows[i] for i in members]
@@ -81,5 +82,39 @@ def micro_batches(experience: Experience, rows: Sequence[int], split: Split) -> 
         prompts = [experience.prompt_lengths[i] for i in chosen]
         images = [experience.images.get(i) for i in chosen]
         packed = pack(sequences, prompts, split.sequence_ranks, split.sequence_rank, images)
-        own.append(MicroBatch(packed, torch.tensor(chosen, dtype=torch.long)).to(split.device, non_blocking=True))
-    return own, sum(map(max, zip(*spent, strict=True))) * split.data_ranks
+        own.append(_on_device(packed, chosen, split))
+    return own, _spent(bins, lengths)
+
+
+def example_batches(examples: Examples, split: Split, *, ends_only: bool = False) -> tuple[list[MicroBatch], int]:
+    """The same of labelled examples, whose sequences come into one stream, side by side.
+
+    Args:
+        ends_only: streams by `pack_ends`.
+    """
+    size = examples.size
+    members = [range(i * size, (i + 1) * size) for i in range(len(examples))]
+    lengths = [sum(len(examples.sequences[i]) for i in own) for own in members]
+    bins = plan(lengths, split.data_ranks, split.tokens * split.sequence_ranks, lambda n: size * split.cost(n // size))
+    place = split.sequence_ranks, split.sequence_rank
+    batches = []
+    for chosen in bins[split.data_rank]:
+        rows = [row for i in chosen for row in members[i]]
+        sequences = [examples.sequences[row] for row in rows]
+        if ends_only:
+            packed = pack_ends(sequences, *place)
+        else:
+            prompts, masks = [examples.prompt_lengths[row] for row in rows], [examples.masks[row] for row in rows]
+            packed = pack(sequences, prompts, *place, masks=masks)
+        batches.append(_on_device(packed, rows, split))
+    return batches, _spent(bins, lengths)
+
+
+def _on_device(packed: Packed, rows: Sequence[int], split: Split) -> MicroBatch:
+    return MicroBatch(packed, torch.tensor(rows, dtype=torch.long)).to(split.device, non_blocking=True)
+
+
+def _spent(bins: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int]) -> int:
+    """Tokens that all ranks together spend time on: in each micro-step they wait for the largest."""
+    spent = [[sum(lengths[i] for i in members) for members in rank] for rank in bins]
+    return sum(map(max, zip(*spent, strict=True))) * len(bins)

@@ -230,9 +230,11 @@ class LogProbHead(nn.Linear):
         temperature: divides the logits.
         with_entropy: False saves work; the entropies are then 0.
         with_squares: return the squares, too; they have no gradient.
+        with_top: also say where the label is the likeliest token, by a matrix product of its own.
 
     Returns:
-        log-prob of each label and entropy of each row, float32, (R,). Their gradients cannot be differentiated again.
+        log-prob of each label and entropy of each row, float32, (R,); with ``with_top`` 1 or 0 for each row besides. Gradients
+        cannot be differentiated again.
     """
 
     softcap: float | None = None
@@ -281,6 +283,7 @@ class LogProbHead(nn.Linear):
         temperature: float = 1.0,
         with_entropy: bool = True,
         with_squares: bool = False,
+        with_top: bool = False,
     ) -> Any:
         if labels is None:
             x = _mm(hidden.flatten(0, -2), self.weight.t()).unflatten(0, hidden.shape[:-1])
@@ -290,7 +293,17 @@ class LogProbHead(nn.Linear):
         found = _TiledLogProbs.apply(
             hidden, self.weight, self.bias, labels, to_logits, with_entropy, with_squares, self.tile_bytes, passes
         )
-        return found if with_squares else found[:2]
+        squares = found[2:] if with_squares else ()
+        return (*found[:2], *squares, *((self._is_top(hidden, labels),) if with_top else ()))
+
+    @torch.no_grad()
+    def _is_top(self, hidden: Float[Tensor, "R h"], labels: Int[Tensor, "R"]) -> Float[Tensor, "R"]:
+        """What is done to logits afterwards keeps their order."""
+        top = torch.empty_like(labels)
+        for rows in _tiles(len(hidden), len(self.weight), self.tile_bytes):
+            x = _mm(hidden[rows], self.weight.t())
+            top[rows] = (x if self.bias is None else x.add_(self.bias)).argmax(-1)
+        return (top == labels).float()
 
 
 def _logit_scale(config: Any) -> float:

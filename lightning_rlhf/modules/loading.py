@@ -62,7 +62,7 @@ def load_pretrained(
         skip: prefixes of names that are not in the checkpoint.
     """
     wanted = {n: t for n, t in get_model_state_dict(root).items() if not n.startswith(skip or ("\0",))}
-    stored = _stored_names(settings.path)
+    stored = stored_names(settings.path)
 
     def in_checkpoint(name: str) -> str:
         return _known_as(hf_name(name), stored)
@@ -99,7 +99,7 @@ def pretrained_tensors(
     """
     from safetensors import safe_open
 
-    stored = _stored_names(settings.path)
+    stored = stored_names(settings.path)
     dtypes = {name: parameter.dtype for name, parameter in root.named_parameters(remove_duplicate=False)}
     places = {n: [k for name in same if (k := _known_as(hf_name(name), stored)) in stored] for n, same in names.items()}
     if not all(places.values()):
@@ -119,7 +119,7 @@ def _known_as(name: str, stored: Container[str]) -> str:
     return name if name in stored else original_name(name)
 
 
-def _stored_names(path: str) -> dict[str, Path]:
+def stored_names(path: str) -> dict[str, Path]:
     """The file that each tensor is in."""
     from safetensors import safe_open
 

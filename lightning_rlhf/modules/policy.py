@@ -1,4 +1,4 @@
-"""Actor, reference and critic as FSDP2 roots. Parallelism ends here: nothing above this file sees a shard.
+"""Actor and reference as FSDP2 roots, and what `critic` shares with them. Parallelism ends here: nothing above sees a shard.
 
     forward(packed, …) -> (b, T) tensors aligned with the responses, whole on every rank of a sequence-parallel group
 
@@ -10,16 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_rlhf.hf_config import check_class
+from lightning_rlhf.hf_config import HeadKind, check_class
 from lightning_rlhf.images import auto_class, is_vision_language
-from lightning_rlhf.modules.execution import apply_execution, bucketed, check_execution, check_layers
+from lightning_rlhf.modules.execution import apply_execution, bucketed, check_execution
 from lightning_rlhf.modules.head import LogProbHead
 from lightning_rlhf.modules.loading import load_pretrained, meta_parameters
 from lightning_rlhf.modules.lora import Adapter, hf_name
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.strategy import FSDP2Precision, FSDPUlyssesStrategy
 
 
-class _PackedModel(nn.Module):
+class PackedModel(nn.Module):
     """A transformers causal LM (or its backbone) over packed, sequence-sharded streams that are on its device."""
 
     def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, settings: ModelSettings) -> None:
@@ -131,12 +130,15 @@ class _PackedModel(nn.Module):
         return packed.unpack(gather_sequence(stream, self._group))
 
 
-class Policy(_PackedModel):
+class Policy(PackedModel):
     """The actor or the reference.
 
-    ``forward(packed, temperature, with_entropy, with_squares)`` returns log-probs of the response tokens, entropies of their
-    distributions (0 without ``with_entropy``) and, if asked for, their Σπ² over the vocabulary: float32, (b, T).
+    ``forward(packed, temperature, with_entropy, with_squares, with_top)`` returns log-probs of the response tokens, entropies of
+    their distributions (0 without ``with_entropy``) and, each if asked for, their Σπ² over the vocabulary and where a token is
+    the likeliest (1 or 0): float32, (b, T).
     """
+
+    head_kind: HeadKind = "tokens"
 
     def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, settings: ModelSettings) -> None:
         super().__init__(model, strategy, settings)
@@ -147,10 +149,15 @@ class Policy(_PackedModel):
         return self.model.get_output_embeddings()  # type: ignore[operator]
 
     def forward(
-        self, packed: Packed, temperature: float, with_entropy: bool = False, with_squares: bool = False
+        self,
+        packed: Packed,
+        temperature: float,
+        with_entropy: bool = False,
+        with_squares: bool = False,
+        with_top: bool = False,
     ) -> tuple[Tensor, ...]:
         labels = shard_sequence(packed.labels, self._group).index_select(0, packed.rows)
-        found = self.head(self.hidden_rows(packed), labels, temperature, with_entropy, with_squares)
+        found = self.head(self.hidden_rows(packed), labels, temperature, with_entropy, with_squares, with_top)
         return tuple(self.align(values, packed) for values in found)
 
     def stock_log_probs(self, packed: Packed) -> Float[Tensor, "b T"]:
@@ -184,44 +191,15 @@ class Policy(_PackedModel):
         return self.layers + untied
 
 
-class Critic(_PackedModel):
-    """A backbone with a value head; ``forward(packed)`` returns values of the states before each response token, (b, T).
-
-    The head is float32 with float32 output: bfloat16 steps near 1 are 0.008, coarser than the advantages.
-    """
-
-    def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, settings: ModelSettings) -> None:
-        super().__init__(model, strategy, settings)
-        self.value_head = nn.Linear(self.hidden_size, 1, dtype=torch.float32)
-
-    @property
-    def backbone(self) -> nn.Module:
-        return self.model
-
-    def forward(self, packed: Packed) -> Float[Tensor, "b T"]:
-        return self.align(self.value_head(self.hidden_rows(packed)).squeeze(-1).float(), packed)
-
-    @property
-    def units(self) -> list[nn.Module]:
-        return self.layers
-
-
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, buffer) of those that checkpoints hold."""
     kept = model.state_dict().keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
 
 
-def check_model(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, critic: bool = False) -> int:
-    """Refuse a model that cannot be trained here, before its weights are loaded; returns the longest sequence it takes.
-
-    Raises:
-        NotImplementedError: the model.
-        ValueError: the attention kernel.
-    """
-    root = _critic_on_meta(settings, strategy)[0] if critic else _policy_on_meta(settings, strategy, frozen=False)
-    check_layers(root.model, root.layers, settings)
-    text = root.model.config.get_text_config()  # type: ignore[union-attr,operator]
+def longest_sequence(config: Any) -> int:
+    """Tokens that a model of this transformers config takes, and that may be packed with others."""
+    text = config.get_text_config()
     limits = (getattr(text, "max_position_embeddings", None), position_limit(text))
     return min(limit or 2**31 for limit in limits)
 
@@ -235,7 +213,7 @@ def unsharded_actor(
         source: what an adapter's base is called, if not as in ``settings``.
     """
     with meta_parameters():
-        model = _causal_lm(settings, _stored_dtype(settings, precision), precision)
+        model = causal_lm(settings, stored_dtype(settings, precision), precision)
         LogProbHead.replace(model)
         return model, _adapter(model, settings, precision, source)
 
@@ -244,14 +222,14 @@ def build_policy(
     settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, frozen: bool = False, seed: int = 0
 ) -> Policy:
     """The actor, or with ``frozen`` a reference in bfloat16 without gradients; ``seed`` is of new adapters."""
-    policy = _policy_on_meta(settings, strategy, frozen=frozen)
+    policy = policy_on_meta(settings, strategy, frozen=frozen)
     model = policy.model
     apply_execution(model, policy.layers, settings, strategy.root_device, trained=not frozen)
     on_host = frozen and settings.offload_reference
     policy.shard(strategy, frozen=frozen, on_host=on_host)
     strategy.materialize(policy, on_host=on_host)
     model.tie_weights()  # type: ignore[operator]  # allocating visits each name on its own
-    load_pretrained(policy, settings, strategy, lambda name: hf_name(name.removeprefix("model.")), _added(policy))
+    load_pretrained(policy, settings, strategy, lambda name: hf_name(name.removeprefix("model.")), added_names(policy))
     if policy.adapter is not None:
         policy.adapter.start(seed)
     policy.train(not frozen)
@@ -260,33 +238,11 @@ def build_policy(
     return policy
 
 
-def build_critic(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, seed: int = 0) -> Critic:
-    """A critic whose backbone starts from ``settings.path`` and whose values start at 0.
-
-    With LoRA the backbone is frozen and has an adapter of its own, which starts anew; the value head is trained as ever.
-    """
-    critic, prefix = _critic_on_meta(settings, strategy)
-    apply_execution(critic.model, critic.layers, settings, strategy.root_device, trained=True)
-    strategy.shard_float32(critic.value_head)
-    critic.shard(strategy)
-    strategy.materialize(critic)
-    skip = ("value_head.", *_added(critic))
-    load_pretrained(critic, settings, strategy, lambda name: prefix + hf_name(name.removeprefix("model.")), skip)
-    if critic.adapter is not None:
-        critic.adapter.start(seed)
-    with torch.no_grad():
-        for parameter in critic.value_head.parameters():
-            parameter.zero_()
-    critic.train()
-    check_isolation(critic, strategy, critic, "critic")
-    return critic
-
-
-def _policy_on_meta(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, frozen: bool) -> Policy:
+def policy_on_meta(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, frozen: bool) -> Policy:
     with meta_parameters():
         precision = strategy.precision_plugin
-        dtype = torch.bfloat16 if frozen else _stored_dtype(settings, precision)
-        model = _causal_lm(settings, dtype, precision)
+        dtype = torch.bfloat16 if frozen else stored_dtype(settings, precision)
+        model = causal_lm(settings, dtype, precision)
         policy = Policy(model, strategy, settings)
         if not frozen:
             policy.adapter = _adapter(model, settings, precision)
@@ -301,29 +257,17 @@ def _adapter(
     return Adapter(model, settings.lora, precision.param_dtype, source or settings.source)
 
 
-def _critic_on_meta(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> tuple[Critic, str]:
-    """Also what the checkpoint puts before the names of the backbone."""
-    with meta_parameters():
-        precision = strategy.precision_plugin
-        causal = _causal_lm(settings, _stored_dtype(settings, precision), precision)
-        critic = Critic(causal.base_model, strategy, settings)  # type: ignore[arg-type]
-        if settings.lora is not None:
-            fresh = replace(settings.lora, adapter=None)
-            critic.adapter = Adapter(causal, fresh, precision.param_dtype, part=critic.model)
-    return critic, f"{causal.base_model_prefix}."
-
-
-def _stored_dtype(settings: ModelSettings, precision: FSDP2Precision) -> torch.dtype:
+def stored_dtype(settings: ModelSettings, precision: FSDP2Precision) -> torch.dtype:
     """Of a trained model's parameters; a frozen base needs no more digits than are computed with."""
     return precision.param_dtype if settings.lora is None else precision.compute_dtype
 
 
-def _added(root: _PackedModel) -> tuple[str, ...]:
+def added_names(root: PackedModel) -> tuple[str, ...]:
     """Names of the parameters that no checkpoint of the base has."""
     return () if root.adapter is None else tuple(f"model.{name}" for name, _ in root.adapter.named_parameters())
 
 
-def _causal_lm(settings: ModelSettings, dtype: torch.dtype, precision: FSDP2Precision) -> nn.Module:
+def causal_lm(settings: ModelSettings, dtype: torch.dtype, precision: FSDP2Precision) -> nn.Module:
     """Without any randomness in training mode: log-probs of rollout, old policy and update must be of one distribution."""
     config = deepcopy(settings.config)
     check_packable(config)

@@ -16,9 +16,10 @@ from lightning_rlhf.flops import Passes
 from lightning_rlhf.modules.advantages import masked_mean, masked_whiten
 from lightning_rlhf.modules.base import RLHFLightningModule
 from lightning_rlhf.modules.batching import MicroBatch
+from lightning_rlhf.modules.critic import Critic, build_critic
 from lightning_rlhf.modules.losses import value_loss
 from lightning_rlhf.modules.metrics import Metrics
-from lightning_rlhf.modules.policy import Critic, build_critic
+from lightning_rlhf.modules.score_head import check_same_vocabulary
 from lightning_rlhf.modules.settings import CriticSettings, ModelSettings
 from lightning_rlhf.types import Experience
 
@@ -27,7 +28,8 @@ class PPOLightningModule(RLHFLightningModule):
     """PPO (Schulman et al. 2017, arXiv:1707.06347): actor, critic and, with ``kl``, a frozen reference.
 
     Args:
-        critic: local folder or hub id that the critic's backbone starts from; default the policy's. Of another model
+        critic: local folder or hub id that the critic starts from, of the policy's vocabulary; default the policy's. Of a
+            reward model (one label) the score head is taken over, too; of a language model values start at 0. Of another model
             ``config_overrides`` do not count, and with ``lora`` all of its linear layers have an adapter.
         critic_lr: learning rate of the critic.
         critic_warmup: iterations at the start in which only the critic is trained.
@@ -78,6 +80,11 @@ class PPOLightningModule(RLHFLightningModule):
             other = {"model": self.critic_model, "config_overrides": None, "lora": everywhere}
             own = CriticSettings(**{field.name: getattr(own, field.name) for field in fields(own)} | other)
         return super().roles | {"critic": own}
+
+    def check_models(self) -> int:
+        if self.critic_model != self.settings.model:
+            check_same_vocabulary(self.roles["critic"], self.settings)
+        return super().check_models()
 
     @property
     def learning_rates(self) -> dict[str, float]:

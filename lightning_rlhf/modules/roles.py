@@ -18,13 +18,18 @@ from torch import Tensor, nn
 from lightning_rlhf.images import ImageEncoder
 from lightning_rlhf.manifest import RUN, check_resumed, versions
 from lightning_rlhf.modules.copies import average_of, averages, copy_weights, update_average
-from lightning_rlhf.modules.policy import Policy, build_policy, check_model
+from lightning_rlhf.modules.critic import Critic, check_model
+from lightning_rlhf.modules.policy import Policy, build_policy
 from lightning_rlhf.modules.settings import ModelSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from lightning_rlhf.strategy import FSDPUlyssesStrategy
+
+
+SCORED = ("critic", "reward_model")
+"""Roles with a scalar head."""
 
 
 class ModelRoles(pl.LightningModule):
@@ -67,9 +72,10 @@ class ModelRoles(pl.LightningModule):
         return tuple(name for name, how in changing.items() if how is not None)
 
     def check_models(self) -> int:
-        """Refuse models that cannot be trained here before any weights are loaded; returns the longest sequence they take."""
-        roles = {(settings, name == "critic") for name, settings in self.roles.items()}
-        return min(check_model(settings, self.strategy, critic=critic) for settings, critic in roles)
+        """Refuse models that cannot be trained here before any weights are loaded; returns the longest sequence that fits."""
+        roles = {(settings, name in SCORED) for name, settings in self.roles.items()}
+        limits = [(settings, check_model(settings, self.strategy, critic=critic)) for settings, critic in roles]
+        return min(limit for settings, limit in limits if settings.reads_policy_tokens)
 
     @property
     def roles(self) -> dict[str, ModelSettings]:
@@ -83,6 +89,11 @@ class ModelRoles(pl.LightningModule):
     def learning_rates(self) -> dict[str, float]:
         """Of the trained roles."""
         return {"actor": self.lr}
+
+    @property
+    def root(self) -> Policy | Critic:
+        """The model that the run is for: what is exported."""
+        return self.actor
 
     def configure_model(self) -> None:
         if self.actor is not None:
@@ -119,7 +130,9 @@ class ModelRoles(pl.LightningModule):
         return {
             "class": f"{type(self).__module__}.{type(self).__qualname__}",
             "precision": self.strategy.precision_plugin.precision,
-            "roles": {name: settings.description for name, settings in self.roles.items() if name != "reference"},
+            "roles": {
+                name: settings.description for name, settings in self.roles.items() if name in self.learning_rates
+            },
             "versions": versions(),
         }
 

@@ -11,6 +11,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_rlhf.modules.critic import Critic
+from lightning_rlhf.modules.frozen_reward import FrozenRewardModel, build_reward_model, scores_of_all
+from lightning_rlhf.modules.policy import longest_sequence
+from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.modules.training import TrainedModule
 from lightning_rlhf.modules.validation import ValidationMetrics
 from lightning_rlhf.scoring import Scorer, answers_of
@@ -29,6 +33,7 @@ class ScoredModule(TrainedModule):
         reward_weights: one per function, default 1.
         reward_timeout: seconds one scoring of an iteration's responses may take per function; null is no limit.
         reward_workers: processes for reward functions; 0 runs them in this process.
+        reward_model: a frozen model whose score is added to the functions' as ``reward_model``.
         val_success: a validation response with at least this reward solves its prompt (mean@k, pass@k, maj@k).
         val_before_train: validate the model as it is before the first iteration; a resumed run does not.
         **kwargs: see `TrainedModule`.
@@ -44,15 +49,30 @@ class ScoredModule(TrainedModule):
         reward_weights: list[float] | None = None,
         reward_timeout: PositiveFloat | None = 60.0,
         reward_workers: NonNegativeInt = 0,
+        reward_model: FrozenRewardModel | None = None,
         val_success: float = 1.0,
         val_before_train: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
         self.scorer = Scorer(reward or [], reward_weights, timeout=reward_timeout, workers=reward_workers)
+        self.frozen_reward = reward_model
+        self.reward_model: Critic | None = None
+        self._given: dict[str, tuple[Tensor, float]] = {}
         self.val_success, self.val_before_train = val_success, val_before_train
         self.last_scores: Scores
         self._validation: dict[int, ValidationMetrics] = {}
+
+    @property
+    def roles(self) -> dict[str, ModelSettings]:
+        if self.frozen_reward is None:
+            return super().roles
+        return super().roles | {"reward_model": self.frozen_reward.settings(self.settings)}
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.frozen_reward is not None and self.reward_model is None:
+            self.reward_model = build_reward_model(self.roles["reward_model"], self.strategy)
 
     def teardown(self, stage: str) -> None:
         self.scorer.close()
@@ -62,14 +82,15 @@ class ScoredModule(TrainedModule):
 
         Called for training and validation, on the first rank of each sequence-parallel group only.
         """
-        return self.scorer(rollout, self.decode(rollout), self.trainer)
+        return self.scorer(rollout, self.decode(rollout), self.trainer, self._given)
 
     @property
     def score_names(self) -> list[str] | None:
         """Of what `score` adds up; None if it is a subclass's own."""
         if type(self).score is not ScoredModule.score:
             return None
-        return [reward.name for reward in self.scorer.rewards]
+        names = [reward.name for reward in self.scorer.rewards]
+        return names if self.frozen_reward is None else [*names, "reward_model"]
 
     def decode(self, rollout: Rollout) -> list[str]:
         """Texts of the responses, special tokens left out."""
@@ -77,6 +98,7 @@ class ScoredModule(TrainedModule):
 
     def scores_of(self, rollout: Rollout) -> Scores:
         """`score`, run once per data rank; a failure on any rank ends all of them with its message."""
+        self._given = self._ask_reward_model(rollout)
         result: Any = None
         failure: BaseException | None = None
         try:
@@ -97,6 +119,24 @@ class ScoredModule(TrainedModule):
         if messages:
             raise RuntimeError(f"score() failed on another rank: {messages[0]}")
         return result
+
+    def _ask_reward_model(self, rollout: Rollout) -> dict[str, tuple[Tensor, float]]:
+        """Its scores of this rank's responses, as `Scorer` takes them. Collective."""
+        model, root = self.frozen_reward, self.reward_model
+        if model is None or root is None:
+            return {}
+        sequences: list[Tensor] = []
+        failure = None
+        try:
+            n = rollout.sampling.num_generations
+            sequences = model.token_ids([p for p in rollout.prompts.raw for _ in range(n)], self.decode(rollout))
+        except ValueError as error:
+            failure = str(error)
+        for message in self.strategy.all_gather_objects_dp(failure):  # on all ranks: the others would wait
+            if message is not None:
+                raise ValueError(message)
+        limit = longest_sequence(root.model.config)
+        return {"reward_model": (scores_of_all(root, sequences, self.strategy, self.split, limit), model.weight)}
 
     # -- validation --------------------------------------------------------------------------------
 

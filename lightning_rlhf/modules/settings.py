@@ -108,7 +108,8 @@ class ModelSettings:
         trust_remote_code: run model code that comes with the weights.
         tiled_mlp: tokens of a tile: MLPs run over tiles of the stream and are recomputed in backward; for very long sequences.
         offload_activations: what layers save for backward waits in pinned host memory.
-        offload_reference: the reference's shards live in host memory and are copied layer by layer when it runs.
+        offload_reference: the shards of frozen models (reference, reward model) live in host memory and are copied layer by layer
+            when they run.
         compile: `torch.compile` each decoder layer.
         liger: Liger's fused RMSNorm, gated MLP and rotary embedding (CUDA; the extra ``liger``).
         lora: train adapters only; null trains all parameters.
@@ -119,6 +120,9 @@ class ModelSettings:
 
     key: ClassVar[str] = "model.model"
     """What ``model`` is called in the configuration."""
+
+    reads_policy_tokens: ClassVar[bool] = True
+    """Whether sequences of the run go into it as they are."""
 
     model: str
     attention: str = "auto"

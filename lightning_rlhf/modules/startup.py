@@ -19,13 +19,13 @@ from lightning_rlhf.packing import Packed, pack
 from lightning_rlhf.ulysses import gather_sequence
 
 if TYPE_CHECKING:
-    from lightning_rlhf.modules.policy import Policy, _PackedModel
+    from lightning_rlhf.modules.policy import PackedModel, Policy
     from lightning_rlhf.strategy import FSDPUlyssesStrategy
 
 
 @torch.no_grad()
 def check_isolation(
-    root: _PackedModel, strategy: FSDPUlyssesStrategy, forward: Callable[[Packed], Any], role: str
+    root: PackedModel, strategy: FSDPUlyssesStrategy, forward: Callable[[Packed], Any], role: str
 ) -> float:
     """Log how ``root`` attends, and raise if packed sequences influence each other.
 
@@ -86,7 +86,7 @@ def check_head(policy: Policy, strategy: FSDPUlyssesStrategy) -> None:
         )
 
 
-def _tokens(root: _PackedModel, n: int, seed: int) -> Tensor:
+def _tokens(root: PackedModel, n: int, seed: int) -> Tensor:
     size: int = root.model.config.get_text_config().vocab_size  # type: ignore[union-attr,operator]
     return torch.randint(size, (n,), generator=torch.Generator().manual_seed(seed))
 

@@ -13,13 +13,18 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat,
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.core.optimizer import do_nothing_closure
 
+from lightning_rlhf.flops import Passes, dims_of, frozen
 from lightning_rlhf.modules.batching import Split
+from lightning_rlhf.modules.critic import Critic
 from lightning_rlhf.modules.gradients import clip_roles
+from lightning_rlhf.modules.lora import trained_matrices
 from lightning_rlhf.modules.metrics import Metrics
+from lightning_rlhf.modules.policy import Policy
 from lightning_rlhf.modules.roles import ModelRoles
 from lightning_rlhf.modules.schedules import Schedule, warmup_schedule
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.packing import attention_cost
+from lightning_rlhf.phases import Phases
 
 
 class TrainedModule(ModelRoles):
@@ -36,6 +41,11 @@ class TrainedModule(ModelRoles):
         max_grad_norm: gradients are clipped to this norm, actor and critic each on their own; null switches it off.
         max_skipped_steps: stop after so many optimizer steps in a row without a finite gradient.
         **kwargs: how the models are built, see `ModelSettings`.
+
+    Attributes:
+        phases: spans of an iteration.
+        lengths: tokens of each sequence of the last iteration.
+        packing: ``real_tokens`` of its streams, and ``padded_tokens`` that the ranks spent time on.
     """
 
     def __init__(
@@ -56,7 +66,11 @@ class TrainedModule(ModelRoles):
         self.micro_batch_tokens, self.optimizer = micro_batch_tokens, optimizer
         self.lr_schedule, self.warmup_steps, self.min_lr_ratio = lr_schedule, warmup_steps, min_lr_ratio
         self.max_grad_norm, self.max_skipped_steps = max_grad_norm, max_skipped_steps
+        self.phases = Phases()
+        self.lengths: list[int] = []
+        self.packing: dict[str, int] = {}
         self._skipped_in_a_row = 0
+        self._logged: set[str] = set()
 
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer(self.parameter_groups())
@@ -100,7 +114,7 @@ class TrainedModule(ModelRoles):
             sequence_ranks=strategy.sequence_parallel_size,
             sequence_rank=strategy.sp_rank,
             tokens=self.micro_batch_tokens,
-            cost=attention_cost(self.actor.hidden_size),
+            cost=attention_cost(self.settings.config.get_text_config().hidden_size),
             device=self.device,
         )
 
@@ -109,12 +123,39 @@ class TrainedModule(ModelRoles):
         every = max(1, self.trainer.log_every_n_steps)  # type: ignore[attr-defined]
         return (self.trainer.fit_loop.total_batch_idx + 1) % every == 0
 
-    def _schedulers(self) -> list[Any]:
+    def step_schedulers(self) -> None:
+        """Once per iteration."""
         schedulers = self.lr_schedulers()
-        return schedulers if isinstance(schedulers, list) else [] if schedulers is None else [schedulers]
+        for scheduler in schedulers if isinstance(schedulers, list) else [] if schedulers is None else [schedulers]:
+            scheduler.step()  # type: ignore[call-arg]
+
+    def log_reduced(self, reduced: dict[str, float], batch_size: int) -> None:
+        """Log an iteration's metrics with the rates; equal on every rank, so that nothing is synchronised."""
+        for group in self.optimizers().param_groups:  # type: ignore[union-attr]
+            reduced[f"{group['role']}/lr"] = group["lr"]
+        self.forget(self._logged - reduced.keys())
+        self._logged = set(reduced)
+        self.log_dict(reduced, sync_dist=False, batch_size=batch_size)
 
     def forget(self, names: set[str]) -> None:
         """Metrics that are not measured in every iteration: Lightning would log their last value again."""
         for key, result in (self.trainer._results or {}).items():
             if result.meta.name in names and key.startswith("training_step."):
                 result.reset()
+
+
+def passes_of(root: Policy | Critic, outputs: int | None, forward: int, backward: int) -> list[Passes]:
+    """What the update is worth of one role; empty for a model whose FLOPs are not known.
+
+    Args:
+        outputs: of the head, if it is not the vocabulary.
+        forward: times that a sequence goes through it.
+        backward: likewise.
+    """
+    try:
+        dims = dims_of(root.model.config, outputs)
+    except ValueError:
+        return []
+    if root.adapter is not None:
+        dims = frozen(dims, *trained_matrices(root))
+    return [Passes("update", dims, forward, backward)]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf.flops import dims_of
 from lightning_rlhf.hf_config import check_class
+from lightning_rlhf.modules.roles import SCORED
 from lightning_rlhf.modules.vision import check_vision
 from lightning_rlhf.plan.checks import Problem, problems
 from lightning_rlhf.plan.ladder import Choice, choose
@@ -99,7 +100,7 @@ def make_plan(
     for name, config in configs.items():
         check_class(config, module.roles[name].key)
         check_vision(config, module.roles[name])
-        key = id(config), name != "critic", name in module.learning_rates
+        key = id(config), name not in SCORED, name in module.learning_rates
         if key not in shapes:
             shapes[key] = shape_of(
                 config,
