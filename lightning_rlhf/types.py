@@ -192,8 +192,10 @@ class Rollout(_Movable):
 class Scores:
     """Rewards of the responses of one data rank, before they are gathered.
 
-    ``total`` is NaN where a response could not be scored: it is then left out of its group and of the loss.
-    ``parts`` has each reward function's own values; ``metrics`` scalars and ``columns`` lists they logged.
+    ``total`` is NaN where a response has no score: it is then left out of its group and of the loss. ``failures`` of these
+    could not be scored; on the others every function abstained.
+    ``parts`` has each reward function's own values; ``metrics`` scalars and ``columns`` lists they logged. ``tokens`` is what
+    of ``total`` belongs to tokens (process rewards); the rest is the last token's.
     """
 
     total: Float[Tensor, "B"]
@@ -201,6 +203,7 @@ class Scores:
     metrics: dict[str, float] = field(default_factory=dict)
     columns: dict[str, list[Any]] = field(default_factory=dict)
     failures: int = 0
+    tokens: Float[Tensor, "B T"] | None = None
 
 
 @dataclass(frozen=True)
@@ -208,10 +211,11 @@ class Experience(_Movable):
     """The whole iteration's responses, equal on every rank, ready for the update.
 
     ``sequences`` are prompt + response token ids, ``prompt_lengths`` where the response begins, ``max_length`` the longest
-    response allowed. A row whose mask is 0 throughout (empty or unscorable) takes part in nothing. ``old_log_probs`` is None
-    when the update's own forward pass stands for it (one optimizer step per rollout: the ratio is exactly 1). ``importance`` are
-    the weights of a rollout correction that was computed over the iteration and ``importance_mean`` what they are divided by;
-    ``chosen`` are the tokens of an optimizer step that its loss treats differently.
+    response allowed, ``parts`` the values of K reward functions, NaN where one abstained. A row whose mask is 0 throughout (empty
+    or without a score) takes part in nothing. ``old_log_probs`` is None when the update's own forward pass stands for it (one
+    optimizer step per rollout: the ratio is exactly 1). ``importance`` are the weights of a rollout correction that was computed
+    over the iteration and ``importance_mean`` what they are divided by; ``chosen`` are the tokens of an optimizer step that its
+    loss treats differently.
 
     Pictures do not travel: if any prompt has some, ``home`` is the data rank of each row, on which alone it is computed, and
     ``images`` has those of this data rank by row, one object for all responses to a prompt.
@@ -224,6 +228,7 @@ class Experience(_Movable):
     rewards: Float[Tensor, "G T"]
     temperature: float
     max_length: int
+    parts: Float[Tensor, "G K"] | None = None
     sampler_log_probs: Float[Tensor, "G T"] | None = None
     old_log_probs: Float[Tensor, "G T"] | None = None
     ref_log_probs: Float[Tensor, "G T"] | None = None

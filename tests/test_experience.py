@@ -73,6 +73,17 @@ def test_a_response_without_a_score_takes_part_in_nothing():
     assert part.rewards.tolist() == [[0, 0, 0], [1, 0, 0]]
 
 
+def test_parts_come_in_the_same_order_and_scores_are_clipped() -> None:
+    shares = []
+    for part, scores in ((HERE, [1.0, -9.0]), (THERE, [float("nan"), 7.0])):
+        total = torch.tensor(scores)
+        own = Scores(total, {"a": total + 1, "b": -total})
+        gather_experience(part, own, lambda share: shares.append(share) or [share])
+    experience = gather_experience(HERE, own, lambda share: shares, reward_clip=(-2.0, 3.0))
+    assert experience.parts[1:].tolist() == [[8, -7], [2, -1], [-8, 9]]
+    assert experience.rewards.sum(1).tolist() == [0, 3, 1, -2]
+
+
 def test_a_score_is_the_reward_of_the_last_token():
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
     rewards = last_token_rewards(torch.tensor([2.0, 3.0, float("nan")]), mask)

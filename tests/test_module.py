@@ -28,6 +28,7 @@ from lightning_rlhf import (
     Samples,
     Sampling,
 )
+from lightning_rlhf.modules.advantages import grpo
 from lightning_rlhf.types import Experience
 
 pytestmark = pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
@@ -320,6 +321,36 @@ def test_a_loss_and_an_estimator_of_ones_own_have_options(tmp_path):
 def test_options_that_a_function_does_not_have_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         GRPOLightningModule("random:tiny", **options)
+
+
+def test_an_estimator_of_single_functions_has_no_sum_to_clip_or_to_take_kl_off():
+    for options in ({"reward_clip": (-1.0, 1.0)}, {"kl": KL(coef=0.1, where="reward")}):
+        with pytest.raises(ValueError, match="gdpo takes the reward functions one by one, not their sum"):
+            GRPOLightningModule("random:tiny", advantage="gdpo", **options)
+
+
+def twice(completion_ids, **_):
+    return [2.0 * len(set(ids)) for ids in completion_ids]
+
+
+def test_functions_are_normalised_one_by_one_and_rewards_clipped(tmp_path):
+    functions = {"reward": [even_tokens, twice], "reward_weights": [1.0, 0.1]}
+    module = GRPOLightningModule(**TINY_MODULE, **functions, advantage="gdpo")
+    (row,) = fit(module, tmp_path / "gdpo", 1, num_generations=4)
+    batch = module.last_experience
+    alone = torch.stack(
+        [grpo(rewards=p[:, None], mask=batch.mask[:, :1], groups=batch.group)[0][:, 0] for p in batch.parts.T]
+    )
+    summed = alone[0] + 0.1 * alone[1]
+    torch.testing.assert_close(batch.advantages[:, 0], summed / summed.std(), atol=1e-4, rtol=1e-4)
+    assert row["actor/grad_norm"] > 0.0
+    clipped = GRPOLightningModule(**TINY_MODULE, **functions, reward_clip=(1.6, 1.7))
+    (row,) = fit(clipped, tmp_path / "clip", 1, num_generations=4)
+    totals = clipped.last_scores.total
+    scores = clipped.last_experience.rewards.sum(1)
+    torch.testing.assert_close(scores.sort().values, totals.clamp(1.6, 1.7).sort().values)
+    assert totals.min() < 1.6 < 1.7 < totals.max()
+    assert row["reward/mean"] == pytest.approx(totals.mean().item())
 
 
 def test_options_of_gae_reach_it():

@@ -42,6 +42,11 @@ def assert_equal_runs(a: list[dict[str, float]], b: list[dict[str, float]], tole
             assert left[name] == pytest.approx(right[name], rel=tolerance, abs=tolerance), name
 
 
+def per_token(completion_ids, **_):
+    """Of tokens; no opinion on responses that begin with an odd id."""
+    return [[0.01 * (t % 7) for t in ids] if ids and ids[0] % 2 == 0 else None for ids in completion_ids]
+
+
 QUIET = ["--trainer.enable_progress_bar=false", "--trainer.callbacks=[lightning_rlhf.Throughput]"]
 
 
@@ -54,6 +59,21 @@ def test_results_do_not_depend_on_how_the_work_is_split(config, tmp_path):
     assert_equal_runs(one, run(tmp_path / "dp", config, *QUIET, *two))
     assert_equal_runs(one, run(tmp_path / "sp", config, *QUIET, *two, "--trainer.strategy.sequence_parallel_size=2"))
     assert_equal_runs(one, run(tmp_path / "small", config, *QUIET, small))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "estimator"), [("tiny_grpo.yaml", ["--model.init_args.advantage=gdpo"]), ("tiny_ppo.yaml", [])]
+)
+def test_single_functions_abstentions_and_values_of_tokens_do_not_depend_on_the_split(config, estimator, tmp_path):
+    key = "--model.init_args." if "grpo" in config else "--model."
+    options = [*QUIET, f"{key}reward=[test_runs.per_token,lightning_rlhf.tiny.share_of_digits]", *estimator]
+    options += [] if estimator else [f"{key}reward_clip=[0.02,0.5]"]
+    alone = [*options, f"{key}reward=[test_runs.per_token]"]
+    for name, line in (("both", options), ("alone", alone)):
+        one = run(tmp_path / name / "one", config, *line)
+        assert 0.1 < one[0]["reward/abstained"] < 0.9 or name == "both"
+        assert_equal_runs(one, run(tmp_path / name / "two", config, *line, "--trainer.devices=2"))
 
 
 @pytest.mark.parametrize(

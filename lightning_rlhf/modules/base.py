@@ -82,7 +82,7 @@ class RLHFLightningModule(ScoredModule):
     # not a default of the argument: on the command line the arguments of one class are carried over to another
     default_advantage = "grpo"
     # what `compute_advantages` hands to the estimator
-    advantage_inputs = frozenset({"rewards", "mask", "groups"})
+    advantage_inputs = frozenset({"rewards", "mask", "groups", "parts", "part_weights"})
 
     def __init__(
         self,
@@ -106,6 +106,7 @@ class RLHFLightningModule(ScoredModule):
         super().__init__(model, **kwargs)
         self.advantage_function = function_named(advantage or self.default_advantage, advantages, "model.advantage")
         self.advantage_args = advantage_args or {}
+        self.kl, self.kl_coef = kl, kl.coef
         self._check_estimator()
         self.loss_function = function_named(loss, losses, "model.loss")
         self.select_function = SELECTIONS.get(self.loss_function)
@@ -115,7 +116,6 @@ class RLHFLightningModule(ScoredModule):
         self.loss_args = given | (loss_args or {})
         self.aggregation: Aggregation = aggregation or OWN_AGGREGATION.get(self.loss_function, "token-mean")
         self.mask_truncated, self.entropy_coef, self.correction = mask_truncated, entropy_coef, correction
-        self.kl, self.kl_coef = kl, kl.coef
         self.ppo_epochs, self.mini_batches = ppo_epochs, mini_batches
         if clip_dual is not None and clip_dual <= 1.0:
             raise ValueError(f"model.clip_dual must be above 1, or null to switch it off, got {clip_dual}")
@@ -139,6 +139,11 @@ class RLHFLightningModule(ScoredModule):
             raise ValueError(
                 f"model.advantage: {self.advantage_function.__name__} needs {', '.join(sorted(missing))}, which"
                 f" {type(self).__name__} does not have: take another one, or hand it over in compute_advantages"
+            )
+        if "parts" in needed and (self.reward_clip or (self.kl.where == "reward" and self.kl.coef)):
+            raise ValueError(
+                f"model.advantage: {self.advantage_function.__name__} takes the reward functions one by one, not their sum:"
+                " leave out model.reward_clip, and set model.kl.where to loss"
             )
 
     @property
@@ -188,9 +193,17 @@ class RLHFLightningModule(ScoredModule):
 
     def compute_advantages(self, experience: Experience) -> tuple[Tensor, Tensor]:
         """(advantages, returns), each (G, T), from the whole batch. Runs equally on every rank."""
-        return self.advantage_function(
-            rewards=experience.rewards, mask=experience.mask, groups=experience.group, **self.advantage_args
-        )
+        return self.advantage_function(**self.estimator_inputs(experience), **self.advantage_args)
+
+    def estimator_inputs(self, experience: Experience) -> dict[str, Any]:
+        """What every estimator is called with."""
+        return {
+            "rewards": experience.rewards,
+            "mask": experience.mask,
+            "groups": experience.group,
+            "parts": experience.parts,
+            "part_weights": self.part_weights,
+        }
 
     def policy_loss(
         self, log_probs: Tensor, old_log_probs: Tensor, token_advantages: Tensor, mask: Tensor, **selected: Tensor
@@ -211,6 +224,7 @@ class RLHFLightningModule(ScoredModule):
             scores,
             self.strategy.all_gather_objects_dp,
             mask_truncated=self.mask_truncated,
+            reward_clip=self.reward_clip,
             data_rank=self.strategy.dp_rank,
         )
         return gathered.to(self.device, non_blocking=True)

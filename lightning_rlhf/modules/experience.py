@@ -19,6 +19,7 @@ def gather_experience(
     all_gather: Callable[[Any], list[Any]],
     *,
     mask_truncated: bool = False,
+    reward_clip: tuple[float, float] | None = None,
     data_rank: int = 0,
 ) -> Experience:
     """Token ids and scalars of all data ranks, ordered by group: megabytes, whatever the model's size. Pictures stay.
@@ -29,6 +30,7 @@ def gather_experience(
     Args:
         all_gather: one picklable object per data rank -> their list.
         mask_truncated: rows cut at the length limit get mask 0 too.
+        reward_clip: lowest and highest score of a response; what is over is taken off at its last token.
         data_rank: this one.
     """
     n = rollout.sampling.num_generations
@@ -44,6 +46,8 @@ def gather_experience(
             "usable": [c.finish_reason not in unusable for c in rollout.completions],
             "group": rollout.group.cpu(),
             "total": scores.total.cpu(),
+            "parts": [part.cpu() for part in scores.parts.values()],
+            "tokens": None if scores.tokens is None else _rows(scores.tokens, rollout.mask),
             "has_images": rollout.prompts.images is not None,
             "sampler": None if rollout.sampler_log_probs is None else _rows(rollout.sampler_log_probs, rollout.mask),
         }
@@ -55,10 +59,17 @@ def gather_experience(
     ids = torch.cat([s["ids"] for s in shares])
     sequences = ids.split([p + n for p, n in zip(prompt_lengths, lengths, strict=True)])
     total = torch.cat([s["total"] for s in shares]).float()[order]
+    parts = [torch.cat(values).float()[order] for values in zip(*(s["parts"] for s in shares), strict=True)]
     keep = torch.tensor([u for s in shares for u in s["usable"]])[order] & total.isfinite()
     rows = order.tolist()
     long = torch.tensor(lengths)[order]
     mask = (torch.arange(max(1, int(long.max()))) < (long * keep)[:, None]).float()
+    if reward_clip is not None:
+        total = total.clamp(*reward_clip)
+    per_token = torch.zeros(())
+    if any(s["tokens"] for s in shares):
+        tokens = [row for s in shares for row in s["tokens"] or [torch.zeros(n) for n in s["lengths"]]]
+        per_token = right_pad([tokens[i] for i in rows]) * mask
     sampler = [row for s in shares for row in s["sampler"] or ()]
     home = [rank for rank, s in enumerate(shares) for _ in s["lengths"]]
     own = [one for one in rollout.prompts.images or () for _ in range(n)]
@@ -71,7 +82,8 @@ def gather_experience(
         prompt_lengths=[prompt_lengths[i] for i in rows],
         group=group[order],
         mask=mask,
-        rewards=last_token_rewards(total, mask),
+        rewards=per_token + last_token_rewards(total - per_token.sum(-1), mask),
+        parts=torch.stack(parts, 1) if parts else None,
         temperature=rollout.sampling.temperature,
         max_length=rollout.sampling.max_completion_length,
         sampler_log_probs=right_pad([sampler[i] for i in rows]) if len(sampler) == len(rows) else None,

@@ -113,16 +113,9 @@ class PPOLightningModule(RLHFLightningModule):
         if self.whiten_rewards:
             mean = masked_mean(rewards, experience.mask)
             rewards = (masked_whiten(rewards, experience.mask) + mean) * experience.mask
-        return self.advantage_function(
-            rewards=rewards,
-            values=experience.values,
-            mask=experience.mask,
-            groups=experience.group,
-            gamma=self.gamma,
-            lam=self.lam,
-            whiten=self.whiten_advantages,
-            **self.advantage_args,
-        )
+        options = {"gamma": self.gamma, "lam": self.lam, "whiten": self.whiten_advantages, **self.advantage_args}
+        inputs = self.estimator_inputs(experience) | {"rewards": rewards, "values": experience.values}
+        return self.advantage_function(**inputs, **options)
 
     def update(self, experience: Experience) -> Metrics:
         metrics = super().update(experience)
