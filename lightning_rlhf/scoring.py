@@ -82,8 +82,8 @@ class Scorer:
         rollout: Rollout,
         texts: Sequence[str],
         trainer_state: Any = None,
-        decode: Callable[[list[int]], str] | None = None,
         given: Mapping[str, tuple[torch.Tensor, float]] | None = None,
+        decode: Callable[[list[int]], str] | None = None,
     ) -> Scores:
         """Score every response.
 
@@ -91,8 +91,8 @@ class Scorer:
             rollout: the responses.
             texts: each one's text.
             trainer_state: handed to functions that ask for it; of a Trainer, what `TrainerState` has.
-            decode: the text of token ids; functions that give values of steps need it.
             given: (values (B,), weight) that take part in the sum like those of a function, by name; NaN abstains.
+            decode: the text of token ids; functions that give values of steps need it.
 
         Returns:
             `Scores` whose ``parts`` name every function, on a rank without responses too.

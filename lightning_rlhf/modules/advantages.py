@@ -203,8 +203,10 @@ def gdpo(
     Raises:
         ValueError: there are no parts: the rewards come from a ``score`` of one's own that has none.
     """
-    if parts is None:
-        raise ValueError("model.advantage gdpo needs reward functions, or a score() whose Scores have parts")
+    if parts is None or parts.shape[1] != len(part_weights):
+        raise ValueError(
+            "model.advantage gdpo needs reward functions with their weights, a score() of your own has none"
+        )
     valid = (mask > 0).any(dim=1)
     total = torch.zeros(len(parts), dtype=_statistics_dtype(rewards), device=parts.device)
     for part, weight in zip(parts.to(total.dtype).unbind(1), part_weights, strict=True):

@@ -248,7 +248,7 @@ class RLHFLightningModule(ScoredModule):
         more: dict[str, Any] = {
             "baselines": experience.baselines,
             "parts": experience.parts,
-            "part_weights": self.scorer.weights,
+            "part_weights": self.part_weights,
             "old_log_probs": old,
             "sum_pi_squared": experience.sum_pi_squared,
         }

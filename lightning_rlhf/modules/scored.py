@@ -58,12 +58,12 @@ class ScoredModule(TrainedModule):
     ) -> None:
         super().__init__(model, **kwargs)
         self.scorer = Scorer(reward or [], reward_weights, timeout=reward_timeout, workers=reward_workers)
-        if reward_clip is not None and not reward_clip[0] < reward_clip[1]:
-            raise ValueError(f"model.reward_clip must be [lowest, highest], got {list(reward_clip)}")
-        self.reward_clip = reward_clip
         self.frozen_reward = reward_model
         self.reward_model: Critic | None = None
         self._given: dict[str, tuple[Tensor, float]] = {}
+        if reward_clip is not None and not reward_clip[0] < reward_clip[1]:
+            raise ValueError(f"model.reward_clip must be [lowest, highest], got {list(reward_clip)}")
+        self.reward_clip = reward_clip
         self.val_success, self.val_before_train = val_success, val_before_train
         self.last_scores: Scores
         self._validation: dict[int, ValidationMetrics] = {}
@@ -87,7 +87,7 @@ class ScoredModule(TrainedModule):
 
         Called for training and validation, on the first rank of each sequence-parallel group only.
         """
-        return self.scorer(rollout, self.decode(rollout), self.trainer, self.decode_ids, self._given)
+        return self.scorer(rollout, self.decode(rollout), self.trainer, given=self._given, decode=self.decode_ids)
 
     @property
     def score_names(self) -> list[str] | None:
@@ -103,6 +103,11 @@ class ScoredModule(TrainedModule):
 
     def decode_ids(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    @property
+    def part_weights(self) -> list[float]:
+        """Of the reward functions and the reward model, in the order of `Scores.parts`."""
+        return [*self.scorer.weights, *([] if self.frozen_reward is None else [self.frozen_reward.weight])]
 
     def scores_of(self, rollout: Rollout) -> Scores:
         """`score`, run once per data rank; a failure on any rank ends all of them with its message."""
