@@ -152,7 +152,7 @@ def test_it_is_summed_with_the_functions_by_weight_and_the_policy_follows_it(tmp
         total = 2 * row["reward/even_tokens/mean"] + 0.5 * row["reward/reward_model/mean"]
         assert row["reward/mean"] == pytest.approx(total, abs=1e-4)
     assert module.part_weights == [2.0, model.weight]
-    assert module.estimator_inputs(module.last_experience)["parts"].shape[1] == 2
+    assert module.last_experience.parts.shape[1] == 2
     alone = GRPOLightningModule(**TINY_MODULE | {"lr": 1e-2}, reward_model=model, advantage="gdpo")
     rows = fit(alone, tmp_path / "alone", 25, num_generations=8)
     assert rows[0]["reward/mean"] == pytest.approx(0.5 * rows[0]["reward/reward_model/mean"])
