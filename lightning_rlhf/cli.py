@@ -46,7 +46,7 @@ from lightning_rlhf.modules.settings import LoRA, ModelSettings
 from lightning_rlhf.modules.training import TrainedModule
 from lightning_rlhf.plan.offline import plan_offline, precision_name
 from lightning_rlhf.plan.table import full, show
-from lightning_rlhf.strategy import FSDP2Precision
+from lightning_rlhf.precision import FSDP2Precision
 from lightning_rlhf.supervised import SFTDataModule, SupervisedDataModule
 from lightning_rlhf.trial import table, try_run
 from lightning_rlhf.types import Sampling

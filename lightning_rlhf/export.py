@@ -37,8 +37,8 @@ from lightning_rlhf.modules.policy import saved_buffers, unsharded_actor
 from lightning_rlhf.modules.settings import LoRA, ModelSettings
 from lightning_rlhf.paths import local_path
 from lightning_rlhf.plan.offline import precision_name
+from lightning_rlhf.precision import FSDP2Precision
 from lightning_rlhf.storage import INDEX, MARKER
-from lightning_rlhf.strategy import FSDP2Precision
 from lightning_rlhf.tiny import TINY
 
 _BUCKET = 1 << 28

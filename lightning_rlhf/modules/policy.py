@@ -36,7 +36,8 @@ from lightning_rlhf.ulysses import (
 )
 
 if TYPE_CHECKING:
-    from lightning_rlhf.strategy import FSDP2Precision, FSDPUlyssesStrategy
+    from lightning_rlhf.precision import FSDP2Precision
+    from lightning_rlhf.strategy import FSDPUlyssesStrategy
 
 
 class PackedModel(nn.Module):
