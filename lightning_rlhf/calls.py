@@ -5,6 +5,7 @@ Two kinds are taken as they are, told apart by their parameters; each may be ``a
     TRL     f(prompts, completions, completion_ids, <columns>, trainer_state, log_metric, log_extra) -> [float | None]
     verl    f(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}, per response
 
+In place of a float there may be a list of values of steps or tokens, see `process_rewards`.
 A function gets those of the arguments that it names, or all of them if it has ``**kwargs``. What is wrong for every
 response (a result of the wrong length or type, an argument that there is not) is a `RewardError`.
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from lightning_rlhf.process_rewards import Steps, read_steps
 from lightning_rlhf.rewards import RewardError, text_of
 
 _STATE = ("trainer_state", "log_metric", "log_extra")
@@ -30,9 +32,10 @@ _VERL_COLUMNS = ("data_source", "ground_truth", "reward_model", "answer", "solut
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a function said of some responses: NaN where it abstained, and what it logged."""
+    """What a function said of some responses: NaN where it abstained, and what it logged; ``steps`` by place, if it gave any."""
 
     values: list[float]
+    steps: dict[int, Steps] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     columns: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -110,7 +113,8 @@ class RewardJob:
         return {name: value for name, value in available.items() if self.reward.takes(name)}, logged
 
     def _of_all(self, raw: Any, logged: Outcome) -> Outcome:
-        return replace(logged, values=_numbers(raw, self.size))
+        values, steps = _numbers(raw, self.size)
+        return replace(logged, values=values, steps=steps)
 
     def _each(self) -> list[dict[str, Any]]:
         """The arguments of one call per response."""
@@ -134,7 +138,7 @@ class RewardJob:
         columns = {f"{self.reward.name}/{key}": [one.get(key) for one in results] for key in extras}
         numbers = {key: [float(v) for v in values if isinstance(v, int | float)] for key, values in columns.items()}
         metrics = {key: sum(values) / len(values) for key, values in numbers.items() if values}
-        return Outcome(_numbers([one["score"] for one in results], self.size), metrics, columns)
+        return Outcome(*_numbers([one["score"] for one in results], self.size), metrics, columns)
 
 
 def _ground_truth(row: Mapping[str, Any]) -> Any:
@@ -145,18 +149,21 @@ def _ground_truth(row: Mapping[str, Any]) -> Any:
     return row.get("answer", row.get("solution"))
 
 
-def _numbers(raw: Any, size: int) -> list[float]:
-    """Checked values; None becomes NaN."""
+def _numbers(raw: Any, size: int) -> tuple[list[float], dict[int, Steps]]:
+    """Checked values, and steps by place; None becomes NaN, steps their sum."""
     values = raw.tolist() if hasattr(raw, "tolist") else raw
     if not isinstance(values, list | tuple):
         raise RewardError(f"must return a list with one number per response, {size}, got {type(raw).__name__}")
     if len(values) != size:
         raise RewardError(f"must return one number per response, {size}, got {len(values)}")
-    return [math.nan if value is None else _number(value) for value in values]
+    plain = [value.tolist() if hasattr(value, "tolist") else value for value in values]
+    steps = {place: read_steps(value) for place, value in enumerate(plain) if isinstance(value, list | tuple)}
+    for place, one in steps.items():
+        plain[place] = math.fsum(value for _, value in one)
+    return [math.nan if value is None else _number(value) for value in plain], steps
 
 
 def _number(value: Any) -> float:
-    value = value.item() if hasattr(value, "item") else value
     try:
         number = math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError):

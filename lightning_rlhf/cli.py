@@ -1,5 +1,5 @@
-"""``lightning-rlhf fit|validate|test|plan --config FILE``, ``lightning-rlhf export CHECKPOINT OUT``: LightningCLI with this
-package's defaults and one-line errors.
+"""``lightning-rlhf fit|validate|test|plan|rewards --config FILE``, ``lightning-rlhf export CHECKPOINT OUT``: LightningCLI with
+this package's defaults and one-line errors.
 
 Constructor signatures are the schema of the YAML: ``model`` is `PPOLightningModule` unless ``class_path`` names another,
 ``data`` is `PromptDataModule`, ``rollout`` holds the arguments of the `RolloutCallback` (a module that draws no responses has
@@ -27,6 +27,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 from transformers.utils.logging import disable_progress_bar
 
+from lightning_rlhf.callbacks.filtering import FilterGroups
 from lightning_rlhf.callbacks.preemption import Preemption, checkpoint_of_job, restarts
 from lightning_rlhf.callbacks.progress import IterationProgress
 from lightning_rlhf.callbacks.rollout import RolloutCallback
@@ -45,8 +46,9 @@ from lightning_rlhf.modules.settings import LoRA, ModelSettings
 from lightning_rlhf.modules.training import TrainedModule
 from lightning_rlhf.plan.offline import plan_offline, precision_name
 from lightning_rlhf.plan.table import full, show
-from lightning_rlhf.strategy import FSDP2Precision
+from lightning_rlhf.precision import FSDP2Precision
 from lightning_rlhf.supervised import SFTDataModule, SupervisedDataModule
+from lightning_rlhf.trial import table, try_run
 from lightning_rlhf.types import Sampling
 
 OBSERVERS = ("Throughput", "Memory", "Samples", "IterationCheckpoint")
@@ -54,6 +56,9 @@ OBSERVERS = ("Throughput", "Memory", "Samples", "IterationCheckpoint")
 
 CLEAN_UP_S = 120.0
 """What one of several processes may take to end after an error."""
+
+_WITHOUT_TRAINER = ("plan", "rewards")
+"""Commands that look at a configuration and start nothing: a Trainer would look for the GPUs."""
 
 _NOISE = (
     r".*does not have many workers.*",
@@ -100,6 +105,17 @@ class _Commands(pl.Trainer):
             device_memory_gb: memory of one GPU, 2^30 bytes.
         """
 
+    def rewards(
+        self, rows: PositiveInt = 8, completion: str | None = None, completion_column: str | None = None
+    ) -> None:
+        """Tries the reward functions on rows of the training data, without a model: right answers, a text, nothing and junk.
+
+        Args:
+            rows: how many, evenly over the data.
+            completion: a text to try on every row.
+            completion_column: column of right answers; by default answer, solution or ground_truth.
+        """
+
     def export(self) -> None:
         """Writes the policy of a checkpoint as a Hugging Face folder; needs neither a GPU nor the data."""
 
@@ -132,6 +148,7 @@ class RLHFCLI(LightningCLI):
             "validate": dataloaders,
             "test": dataloaders,
             "plan": set(),
+            "rewards": set(),
             "export": set(),
         }
 
@@ -186,16 +203,16 @@ class RLHFCLI(LightningCLI):
         if subcommand == "export":
             return _export_parser(self.parser_class(**kwargs))
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        if subcommand == "plan":  # a saved configuration of a fit has them
+        if subcommand in _WITHOUT_TRAINER:  # a saved configuration of a fit has them
             parser.add_method_arguments(klass, "fit", skip=self.subcommands()["fit"])
         return parser
 
     def instantiate_classes(self) -> None:
         if self.subcommand == "export":
             return None
-        if self.subcommand != "plan":
+        if self.subcommand not in _WITHOUT_TRAINER:
             return super().instantiate_classes()
-        self.config_init = self.parser.instantiate_classes(self.config)  # no Trainer: it would look for the GPUs
+        self.config_init = self.parser.instantiate_classes(self.config)
         return None
 
     def _run_subcommand(self, subcommand: str) -> None:
@@ -204,6 +221,13 @@ class RLHFCLI(LightningCLI):
 
             given = self.config.export
             print(export_checkpoint(**{name: given[name] for name in inspect.signature(export_checkpoint).parameters}))
+            return None
+        if subcommand == "rewards":
+            asked = self.config_init.rewards
+            trials = try_run(asked.model, asked.data, asked.rows, asked.completion, asked.completion_column)
+            show(table(trials))
+            if any(trial.errors for trial in trials):
+                sys.exit(1)
             return None
         if subcommand != "plan":
             return super()._run_subcommand(subcommand)
@@ -257,6 +281,7 @@ def _export_parser(parser: LightningArgumentParser) -> LightningArgumentParser:
     )
     parser.add_argument("--model", type=str, help="Where the model that the run started from is now.")
     parser.add_argument("--config", type=str, help="YAML of the run, for checkpoints that do not say what the run was.")
+    parser.add_argument("--average", action="store_true", help="The moving average of the weights (model.ema_decay).")
     parser.add_argument(
         "--role", type=Literal[("actor", *SCORED)], help="Which model; by default the first that the run trained."
     )
@@ -310,6 +335,7 @@ def _suggestion(text: str) -> str:
         SFTDataModule,
         SupervisedDataModule,
         RolloutCallback,
+        FilterGroups,
         Sampling,
         KL,
         LoRA,

@@ -163,9 +163,10 @@ class FormatReward:
 
 
 class LengthPenalty:
-    """min(-(length - (max_length - buffer)) / buffer · factor, 0): DAPO's soft punishment of length (arXiv 2503.14476).
+    """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), times ``factor``.
 
-    0 up to ``max_length - buffer`` tokens, then falling linearly to ``-factor`` at ``max_length``.
+    0 up to ``max_length - buffer`` tokens, then falling linearly to ``-factor`` at ``max_length``, and no lower. The paper's
+    L_max is ``max_length`` (20480 there), its L_cache ``buffer`` (4096).
 
     Args:
         max_length: tokens at which the whole penalty is due, as a rule ``max_completion_length``.
@@ -182,7 +183,7 @@ class LengthPenalty:
 
     def __call__(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
         free = self.max_length - self.buffer
-        return [min(-(len(ids) - free) / self.buffer * self.factor, 0.0) for ids in completion_ids]
+        return [-self.factor * min(max(len(ids) - free, 0) / self.buffer, 1.0) for ids in completion_ids]
 
 
 class RewardModel:

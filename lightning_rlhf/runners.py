@@ -137,9 +137,11 @@ async def _cancel_all() -> None:
 class Workers:
     """In ``size`` processes, started when they are first needed.
 
-    A thread per process hands it one job after the other and kills it when a job takes too long. Processes are forked
-    off a server that has imported this package and done nothing else: quick to replace, safe beside CUDA and threads.
-    So jobs must pickle, and a script that trains needs ``if __name__ == "__main__":``.
+    A thread per process hands it one job after the other and kills it when a job takes too long. While others wait, too long
+    is more than an equal share of the time that is left, or a second if that is more; the job then goes to the end of the queue
+    and begins again when its turn comes. So jobs that hang cost the others their share only, and what is slow gets what they
+    leave. Processes are forked off a server that has imported this package and done nothing else: quick to replace, safe beside
+    CUDA and threads. So jobs must pickle, and a script that trains needs ``if __name__ == "__main__":``.
     """
 
     grace = 1.0
@@ -153,7 +155,7 @@ class Workers:
         payloads = [pickle.dumps(job) for job in jobs]
         while len(self._ready) < self.size:
             self._ready.append(threading.Event())
-            arguments = (self._tasks, self._ready[-1])
+            arguments = (self._tasks, self._ready[-1], self.size)
             threading.Thread(target=_attend, args=arguments, name="reward-worker", daemon=True).start()
         start = _end(_START_SECONDS)
         for ready in self._ready:  # the limit does not count the time it takes a process to start
@@ -176,13 +178,18 @@ class Workers:
 _Tasks: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], bytes, float] | None]"
 
 
-def _attend(tasks: _Tasks, ready: threading.Event) -> None:
-    """Keep one worker process going and give it one task after the other."""
+def _attend(tasks: _Tasks, ready: threading.Event, size: int) -> None:
+    """Keep one of ``size`` worker processes going and give it one task after the other."""
     worker = _Worker()
     ready.set()
     while (task := tasks.get()) is not None:
         future, payload, end = task
-        _settle(future, partial(worker.run, payload, end))
+        attempt: Future[Any] = Future()
+        _settle(attempt, partial(worker.run, payload, end, lambda: size / (tasks.qsize() + size)))
+        if isinstance(attempt.exception(), TimeoutError) and time.monotonic() < end:
+            tasks.put(task)
+        else:
+            _settle(future, attempt.result)
         if not worker.alive:
             ready.clear()
             worker = _Worker()
@@ -208,22 +215,27 @@ class _Worker:
         except EOFError:
             self.failure = 'has no worker process: it died at its start; has the script `if __name__ == "__main__":`?'
 
-    def run(self, payload: bytes, end: float) -> Any:
+    def run(self, payload: bytes, end: float, share: Callable[[], float]) -> Any:
         """The job's result.
 
+        Args:
+            share: of the time that is left when the job has been loaded (with the modules that it needs), the part it may take.
+
         Raises:
-            TimeoutError: not done by ``end``.
+            TimeoutError: not done by ``end``, or in its share.
             RewardError: as the job did, or there is no process to run it.
             RuntimeError: any other error of the job's, in words.
         """
         if self.failure:
             raise RewardError(self.failure)
-        left = end - time.monotonic()
-        if left <= 0:
+        if end <= time.monotonic():
             raise TimeoutError
         try:
             self.pipe.send_bytes(payload)
-            reply = self.pipe.recv() if self.pipe.poll(None if math.isinf(left) else left) else None
+            reply = self._receive(end)
+            if reply == "loaded":
+                now = time.monotonic()
+                reply = self._receive(min(end, now + max(1.0, (end - now) * share())))
         except (EOFError, OSError) as gone:
             self.kill()
             raise RuntimeError("the worker process died") from gone
@@ -234,6 +246,10 @@ class _Worker:
         if error is not None:
             raise RewardError(error) if fatal else RuntimeError(error)
         return result
+
+    def _receive(self, end: float) -> Any:
+        left = max(0.0, end - time.monotonic())
+        return self.pipe.recv() if self.pipe.poll(None if math.isinf(left) else left) else None
 
     def kill(self) -> None:
         self.alive = False
@@ -253,15 +269,17 @@ def _work(pipe: Any) -> None:
             payload = pipe.recv_bytes()
         except EOFError:
             return
-        pipe.send(_answer(payload))
+        try:
+            job = pickle.loads(payload)
+        except Exception as error:
+            pipe.send((None, f"cannot be loaded in a worker process ({error}): set its workers to 0", True))
+            continue
+        pipe.send("loaded")
+        pipe.send(_answer(job))
 
 
-def _answer(payload: bytes) -> tuple[Any, str | None, bool]:
+def _answer(job: Callable[[], Any]) -> tuple[Any, str | None, bool]:
     """(result, error, whether every response would meet that error); errors as text, not all of them pickle."""
-    try:
-        job = pickle.loads(payload)
-    except Exception as error:
-        return None, f"cannot be loaded in a worker process ({error}): set its workers to 0", True
     try:
         return job(), None, False
     except (RewardError, ImportError) as error:

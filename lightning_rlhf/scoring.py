@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lightning_rlhf.calls import Outcome, Reward, RewardJob
+from lightning_rlhf.process_rewards import Steps, token_rewards
 from lightning_rlhf.rewards import RewardError, normal_answer
 from lightning_rlhf.runners import EventLoop, Inline, Threads, Workers
 from lightning_rlhf.types import Rollout, Scores
@@ -46,7 +47,8 @@ class Scorer:
         functions: reward functions, or objects that can be called like one.
         weights: of each in the sum; 1 by default.
         timeout: seconds that one call may take, and once more the repetition response by response. None: no limit, and
-            functions run in the calling thread, which those need that use signals themselves.
+            functions run in the calling thread, which those need that use signals themselves. So do objects with
+            ``own_limits``, which see to their time themselves.
         workers: processes for plain functions (async ones and objects with ``in_process`` stay here). Each call gets
             the responses of some prompts, never part of a prompt's. Functions must be importable: no lambda.
 
@@ -67,8 +69,9 @@ class Scorer:
             raise ValueError(f"reward_weights must have one weight per function, {len(functions)}, got {len(weights)}")
         self.rewards = [Reward(f, name) for f, name in zip(functions, _names(functions), strict=True)]
         self.weights = [1.0] * len(functions) if weights is None else [float(w) for w in weights]
-        self.timeout = timeout
-        self._here = Inline() if timeout is None else Threads()
+        self.timeout, self.workers = timeout, workers
+        self._inline = Inline()
+        self._here = self._inline if timeout is None else Threads()
         self._loop, self._pool = EventLoop(), Workers(workers)
         for reward in self.rewards:
             if self._runner(reward) is self._pool:
@@ -80,6 +83,7 @@ class Scorer:
         texts: Sequence[str],
         trainer_state: Any = None,
         given: Mapping[str, tuple[torch.Tensor, float]] | None = None,
+        decode: Callable[[list[int]], str] | None = None,
     ) -> Scores:
         """Score every response.
 
@@ -88,6 +92,7 @@ class Scorer:
             texts: each one's text.
             trainer_state: handed to functions that ask for it; of a Trainer, what `TrainerState` has.
             given: (values (B,), weight) that take part in the sum like those of a function, by name; NaN abstains.
+            decode: the text of token ids; functions that give values of steps need it.
 
         Returns:
             `Scores` whose ``parts`` name every function, on a rank without responses too.
@@ -102,7 +107,11 @@ class Scorer:
             trainer_state = TrainerState(state.global_step, state.max_steps, state.current_epoch)
         size, arguments = len(rollout), reward_arguments(rollout, texts)
         n = rollout.sampling.num_generations
-        runs = [_Run(r, self._runner(r), self.timeout, arguments, size, n, trainer_state) for r in self.rewards]
+        limits = [None if self._runner(r) is self._inline else self.timeout for r in self.rewards]
+        runs = [
+            _Run(r, self._runner(r), limit, arguments, size, n, trainer_state)
+            for r, limit in zip(self.rewards, limits, strict=True)
+        ]
         for run in runs:
             if run.reward.is_async:  # in the background while the others run
                 run.start()
@@ -120,6 +129,9 @@ class Scorer:
             metrics={name: value for run in runs for name, value in run.metrics.items()},
             columns={name: column for run in runs for name, column in run.columns.items()},
             failures=int(lost.sum()),
+            tokens=token_rewards(
+                {run.reward.name: run.steps for run in runs}, self.weights, rollout.completions, decode
+            ),
         )
 
     def close(self) -> None:
@@ -130,6 +142,8 @@ class Scorer:
     def _runner(self, reward: Reward) -> Runner:
         if reward.is_async:
             return self._loop
+        if getattr(reward.function, "own_limits", False):
+            return self._inline
         if self._pool.size and not getattr(reward.function, "in_process", False):
             return self._pool
         return self._here
@@ -160,6 +174,7 @@ class _Run:
         self.size, self.num_generations = size, num_generations
         self.values = torch.full((size,), math.nan)
         self.lost = torch.zeros(size, dtype=torch.bool)
+        self.steps: dict[int, Steps] = {}
         self.metrics: dict[str, float] = {}
         self.columns: dict[str, list[Any]] = {}
         self._weights: dict[str, int] = {}
@@ -232,6 +247,7 @@ class _Run:
 
     def _take(self, rows: Rows, outcome: Outcome) -> None:
         self.values[rows] = torch.tensor(outcome.values)
+        self.steps |= {rows[place]: steps for place, steps in outcome.steps.items()}
         for name, value in outcome.metrics.items():  # the mean over the responses of all calls that logged it
             seen = self._weights.get(name, 0)
             self.metrics[name] = (self.metrics.get(name, 0.0) * seen + value * len(rows)) / (seen + len(rows))

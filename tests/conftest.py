@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-@pytest.fixture(autouse=True)
-def clean_process() -> Iterator[None]:
+@contextmanager
+def restored() -> Iterator[None]:
     environment, threads = dict(os.environ), torch.get_num_threads()
     # Without it Lightning's launcher sets torch's threads in the first run of a test, and only there: that run would differ
     # from the next ones in the last bit (one head's attention scores lie elsewhere in the second thread's buffer).
@@ -30,3 +31,16 @@ def clean_process() -> Iterator[None]:
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def clean_module() -> Iterator[None]:
+    """Of what a module's own fixtures leave; it begins before them."""
+    with restored():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def clean_process() -> Iterator[None]:
+    with restored():
+        yield

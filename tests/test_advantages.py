@@ -242,3 +242,36 @@ def test_group_statistics_keep_small_differences_of_large_scores() -> None:
     centred, std, _ = advantages.group_statistics(scores, one, every)
     torch.testing.assert_close(centred.double(), scores.double() - scores.double().mean(), rtol=1e-6, atol=0)
     torch.testing.assert_close(std[0].double(), scores.double().std(), rtol=1e-6, atol=0)
+
+
+def test_gdpo_is_trls_normalize_then_sum_over_a_whole_batch() -> None:
+    """Its formula on (prompts, responses, functions), with this package's epsilon; NaN abstains."""
+    torch.manual_seed(5)
+    parts = torch.randn(12, 3, dtype=torch.float64) * torch.tensor([0.1, 1.0, 50.0])
+    parts[1, 0] = parts[4:8, 1] = parts[9, 2] = torch.nan
+    weights = [1.0, 0.5, 2.0]
+    grouped = parts.view(3, 4, 3)
+    count = grouped.isfinite().sum(1, keepdim=True)
+    mean = grouped.nanmean(1, keepdim=True)
+    std = ((grouped - mean).square().nansum(1, keepdim=True) / (count - 1)).sqrt()
+    summed = (((grouped - mean) / (std + 1e-6)).view(12, 3) * torch.tensor(weights)).nansum(1)
+    want = (summed - summed.mean()) / (summed.std() + 1e-6)
+    batch = outcome([0.0] * 12, [2] * 12, [5] * 4 + [1] * 4 + [9] * 4, torch.float64)
+    order = torch.randperm(12)  # members of a group anywhere
+    moved = {k: v[order] for k, v in batch.items()}
+    got = advantages.gdpo(**moved, parts=parts[order], part_weights=weights)[0][:, 0]
+    close(got, want[order], atol=1e-9)
+
+
+def test_gdpo_tells_combinations_apart_that_have_one_sum() -> None:
+    """The paper's example: of (0, 1), (0, 2) and (1, 1), the sums 1, 2, 2 make two advantages of three combinations."""
+    parts = torch.tensor([[0.0, 1.0], [0.0, 2.0], [1.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
+    batch = outcome(parts.sum(1).tolist(), [1] * 4, [0] * 4, torch.float64)
+    assert len(set(advantages.grpo(**batch)[0][:, 0].tolist())) == 2
+    separate = torch.cat([parts, torch.tensor([[0.0, 2.0], [1.0, 1.0]]).double()])
+    batch = outcome([0.0] * 6, [1] * 6, [0] * 6, torch.float64)
+    got = advantages.gdpo(**batch, parts=separate * torch.tensor([1.0, 3.0]), part_weights=[1.0, 2.0])[0][:, 0]
+    assert len({round(x, 6) for x in got.tolist()}) == 3
+    assert not advantages.gdpo(**batch, parts=torch.ones(6, 2), part_weights=[1.0, 1.0])[0].any()
+    with pytest.raises(ValueError, match="gdpo needs reward functions"):
+        advantages.gdpo(**batch, parts=None, part_weights=[])

@@ -30,7 +30,7 @@ from lightning_rlhf.modules.policy import build_policy
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.packing import Packed, pack
 from lightning_rlhf.plan.probe import attention, liger_modules
-from lightning_rlhf.strategy import FSDP2Precision
+from lightning_rlhf.precision import FSDP2Precision
 from lightning_rlhf.ulysses import set_attention
 
 LAYERS, WIDE, TILE = 4, 72, 16

@@ -12,7 +12,15 @@ from test_runs import QUIET, assert_equal_runs, run
 from toys import TINY_MODULE, even_tokens, fit, spawn
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer, LlamaConfig
 
-from lightning_rlhf import GRPOLightningModule, IterationCheckpoint, LoRA, ModelSettings, PPOLightningModule
+from lightning_rlhf import (
+    FilterGroups,
+    GRPOLightningModule,
+    IterationCheckpoint,
+    LoRA,
+    ModelSettings,
+    PPOLightningModule,
+    RolloutCallback,
+)
 from lightning_rlhf.export import export_checkpoint
 from lightning_rlhf.modules.batching import Split
 from lightning_rlhf.modules.critic import build_critic, check_model
@@ -112,6 +120,25 @@ def test_scores_are_those_of_transformers_when_the_eos_is_the_padding_token(tmp_
     torch.testing.assert_close(found, stock_scores(folder, texts, torch.float32), rtol=1e-4, atol=1e-5)
 
 
+class Watched(GRPOLightningModule):
+    """Notes for each scoring how many parameters of the reward model are on the host, and how many others."""
+
+    def score(self, rollout):
+        callback = next(c for c in self.trainer.callbacks if isinstance(c, RolloutCallback))
+        own = {id(parameter) for parameter in self.reward_model.parameters()}
+        away = [key for key, _ in callback._host._away]
+        self.found = [*getattr(self, "found", []), (self.trainer.training, sum(k in own for k in away), len(away))]
+        return super().score(rollout)
+
+
+def test_the_model_stays_where_it_is_while_it_scores_between_generations(tmp_path):
+    module = Watched(**TINY_MODULE, reward_model=FrozenRewardModel(reward_model(tmp_path)))
+    rollout = {"offload_parameters": True, "filter_groups": FilterGroups(max_num_gen_batches=1)}
+    fit(module, tmp_path / "run", 1, rollout=rollout, num_generations=2)
+    assert [(training, own) for training, own, _ in module.found] == [(True, 0)]
+    assert module.found[0][2] > 10
+
+
 def test_a_sequence_that_the_model_cannot_take_has_no_score(tmp_path):
     strategy, model = strategy_of(1), FrozenRewardModel(reward_model(tmp_path))
     root = build_reward_model(model.settings(ModelSettings("random:tiny")), strategy)
@@ -138,7 +165,9 @@ def test_it_is_summed_with_the_functions_by_weight_and_the_policy_follows_it(tmp
     for row in rows:
         total = 2 * row["reward/even_tokens/mean"] + 0.5 * row["reward/reward_model/mean"]
         assert row["reward/mean"] == pytest.approx(total, abs=1e-4)
-    alone = GRPOLightningModule(**TINY_MODULE | {"lr": 1e-2}, reward_model=model)
+    assert module.part_weights == [2.0, model.weight]
+    assert module.last_experience.parts.shape[1] == 2
+    alone = GRPOLightningModule(**TINY_MODULE | {"lr": 1e-2}, reward_model=model, advantage="gdpo")
     rows = fit(alone, tmp_path / "alone", 25, num_generations=8)
     assert rows[0]["reward/mean"] == pytest.approx(0.5 * rows[0]["reward/reward_model/mean"])
     assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 2 * rows[0]["reward/std"]

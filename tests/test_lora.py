@@ -26,10 +26,11 @@ from lightning_rlhf.modules.critic import build_critic
 from lightning_rlhf.modules.policy import Policy, build_policy
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.packing import Packed, pack
+from lightning_rlhf.precision import FSDP2Precision
 from lightning_rlhf.rollout import TransformersEngine
 from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.weights import checksum, gather
-from lightning_rlhf.strategy import FSDP2Precision, FSDPUlyssesStrategy
+from lightning_rlhf.strategy import FSDPUlyssesStrategy
 from lightning_rlhf.tiny import tiny_model
 
 pytestmark = [

@@ -31,7 +31,7 @@ def test_the_subclass_of_the_readme_trains(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", re.findall(r"^lightning-rlhf (?:fit|validate|plan) .*$", "\n".join(blocks("bash")), re.MULTILINE)
+    "line", re.findall(r"^lightning-rlhf (?:fit|validate|plan|rewards) .*$", "\n".join(blocks("bash")), re.MULTILINE)
 )
 def test_every_command_of_the_readme_parses(line, monkeypatch):
     monkeypatch.chdir(ROOT)

@@ -109,8 +109,7 @@ def test_the_format_is_matched_from_end_to_end_across_lines():
 
 def test_the_length_penalty_is_that_of_dapo():
     lengths = [0, 6, 7, 8, 10, 12]
-    expected = [min(-(n - (10 - 4)) / 4 * 0.5, 0) for n in lengths]
-    assert expected == [0, 0, -0.125, -0.25, -0.5, -0.75]
+    expected = [0, 0, -0.125, -0.25, -0.5, -0.5]
     assert LengthPenalty(max_length=10, buffer=4, factor=0.5)([[1] * n for n in lengths]) == expected
     with pytest.raises(ValueError, match="buffer=11, max_length=10"):
         LengthPenalty(max_length=10, buffer=11)

@@ -42,6 +42,11 @@ def assert_equal_runs(a: list[dict[str, float]], b: list[dict[str, float]], tole
             assert left[name] == pytest.approx(right[name], rel=tolerance, abs=tolerance), name
 
 
+def per_token(completion_ids, **_):
+    """Of tokens; no opinion on responses that begin with an odd id."""
+    return [[0.01 * (t % 7) for t in ids] if ids and ids[0] % 2 == 0 else None for ids in completion_ids]
+
+
 QUIET = ["--trainer.enable_progress_bar=false", "--trainer.callbacks=[lightning_rlhf.Throughput]"]
 
 
@@ -56,13 +61,29 @@ def test_results_do_not_depend_on_how_the_work_is_split(config, tmp_path):
     assert_equal_runs(one, run(tmp_path / "small", config, *QUIET, small))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "estimator"), [("tiny_grpo.yaml", ["--model.init_args.advantage=gdpo"]), ("tiny_ppo.yaml", [])]
+)
+def test_single_functions_abstentions_and_values_of_tokens_do_not_depend_on_the_split(config, estimator, tmp_path):
+    key = "--model.init_args." if "grpo" in config else "--model."
+    options = [*QUIET, f"{key}reward=[test_runs.per_token,lightning_rlhf.tiny.share_of_digits]", *estimator]
+    options += [] if estimator else [f"{key}reward_clip=[0.02,0.5]"]
+    alone = [*options, f"{key}reward=[test_runs.per_token]"]
+    for name, line in (("both", options), ("alone", alone)):
+        one = run(tmp_path / name / "one", config, *line)
+        assert 0.1 < one[0]["reward/abstained"] < 0.9 or name == "both"
+        assert_equal_runs(one, run(tmp_path / name / "two", config, *line, "--trainer.devices=2"))
+
+
 @pytest.mark.parametrize(
     "split",
     [[], pytest.param(["--trainer.strategy.sequence_parallel_size=2"], marks=pytest.mark.slow)],
     ids=["dp", "sp"],
 )
 def test_what_is_chosen_weighed_and_rejected_over_the_iteration_does_not_depend_on_the_split(split, tmp_path):
-    """Tokens by covariance, a mean weight and rejected tokens, of responses that are one update old."""
+    """Tokens by covariance, a mean weight and rejected tokens, of responses that are one update old; where an iteration ends, and
+    the likelihood of right responses."""
     correction = "{level: geometric, normalize: true, reject: {token_k1: [0.97, 1.03]}}"
     options = [
         *QUIET,
@@ -71,10 +92,13 @@ def test_what_is_chosen_weighed_and_rejected_over_the_iteration_does_not_depend_
         "--trainer.max_steps=2",
     ]
     options += ["--rollout.async_level=1", f"--model.init_args.correction={correction}"]
-    options += ["--model.init_args.kl={coef: 0.01, target: 0.001}"]
+    options += ["--model.init_args.kl={coef: 0.01, target: 0.001}", "--model.init_args.target_kl=0.0003"]
+    options += ["--model.init_args.positive_coef=0.1", "--model.init_args.val_success=0.05"]
     one = run(tmp_path / "one", "tiny_grpo.yaml", *options)
     assert 0.05 < one[1]["rollout/rejected_ratio"] < 0.95
     assert one[1]["actor/kl_coef"] != 0.01
+    assert 0 < one[1]["actor/kl_skipped_steps"] < 4
+    assert one[1]["actor/positive_loss"] > 0
     two = ["--trainer.devices=2", "--model.init_args.micro_batch_tokens=100", *split]
     assert_equal_runs(one, run(tmp_path / "two", "tiny_grpo.yaml", *options, *two))
 

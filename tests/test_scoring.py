@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import math
 import os
 import re
@@ -425,6 +426,17 @@ def test_objects_that_ask_for_it_stay_in_this_process(pool):
     assert (scorer_on(pool, [Here()])(rollout(), list("abcd")).total == os.getpid()).all()
 
 
+def test_objects_with_limits_of_their_own_have_no_others(pool):
+    class Bounded:
+        own_limits = True
+
+        def __call__(self, completions):
+            time.sleep(0.4)
+            return [os.getpid()] * len(completions)
+
+    assert (scorer_on(pool, [Bounded()], timeout=0.1)(rollout(), list("abcd")).total == os.getpid()).all()
+
+
 def test_functions_may_use_signals_in_workers(pool):
     same(scorer_on(pool, [uses_signals])(rollout(), list("abcd")).total, [1] * 4)
 
@@ -453,6 +465,26 @@ def test_hung_and_dead_workers_are_replaced_and_only_the_culprits_are_lost(pool)
     with pytest.warns(UserWarning, match="reward dies_on_x: 1 of 4 .*process died"):
         same(scorer_on(pool, [dies_on_x])(rollout(), ["a", "x", "bb", "ccc"]).total, [1, nan, 2, 3])
     same(scorer_on(pool, [length])(rollout(), list("abcd")).total, [1] * 4)
+
+
+LIGHT = """
+import time
+def slow_or_hanging(completions, **kwargs):
+    time.sleep(60 if "x" in completions else 0.5 if "s" in completions else 0)
+    return [1.0] * len(completions)
+"""
+
+
+def test_responses_that_hang_take_no_more_than_their_share_of_the_time(tmp_path, monkeypatch):
+    """More of them than workers, and before all others; what is slow has its time when the others are done."""
+    (tmp_path / "light.py").write_text(LIGHT)
+    monkeypatch.syspath_prepend(tmp_path)
+    scorer = Scorer([importlib.import_module("light").slow_or_hanging], timeout=3.0, workers=2)
+    texts = [*"xxxs", *"a" * 8]
+    with pytest.warns(UserWarning, match="reward slow_or_hanging: 3 of 12"):
+        scores = scorer(rollout(["p"] * 12, n=1), texts)
+    same(scores.total, [nan if text == "x" else 1 for text in texts])
+    scorer.close()
 
 
 def test_what_cannot_be_sent_to_a_worker_is_refused_at_once():

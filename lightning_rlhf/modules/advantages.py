@@ -14,6 +14,7 @@ Every estimator is a plain function of keywords, chosen by its name or by a dott
     rloo       (r - mean_g) · n / (n - 1)     = r - the mean of the others
     opo         r - Σ_g l·r / Σ_g l
     gpg        (r - mean_g) · B / #(r ≠ 0)
+    gdpo       z / std(z) over the batch, z = Σ_k w_k·(r_k - mean_g r_k) / (std_g r_k + 1e-6) over reward functions k
     grpo_passk (r - second_g) / (std_g + 1e-6) for the best of the group, 0 for the others
     remax       R_t - score of the greedy response
     reinforce_plus_plus            whiten(R_t)
@@ -28,7 +29,7 @@ groups in here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -174,6 +175,46 @@ def grpo_passk(
     rival = _highest(scores, groups, valid & ~best)
     lead = torch.where(best & alone & (size > 1), scores - rival, 0)
     return _per_token(lead / (std + EPSILON) if scale else lead, rewards, mask)
+
+
+def gdpo(
+    *,
+    rewards: Float[Tensor, "B T"],
+    mask: Float[Tensor, "B T"],
+    groups: Int[Tensor, " B"],
+    parts: Float[Tensor, "B K"] | None,
+    part_weights: Sequence[float],
+    **_: Any,
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    """`grpo` of each reward function on its own, their weighted sum, scaled to deviation 1 over the batch (Liu et al. 2026,
+    arXiv:2601.05242). TRL calls it normalize_then_sum.
+
+    In a sum that is normalised once, functions of different spread drown each other, and different combinations of rewards
+    become the same advantage. The mean over the batch is 0 by itself. A function that abstains on a response adds nothing there
+    and has its mean and deviation without it; one that has a single opinion in a group adds nothing.
+
+    Args:
+        rewards: not used but for their dtype.
+        mask: 1 on sampled tokens.
+        groups: equal integers for responses to the same prompt.
+        parts: what each of K functions gave, NaN where it abstained.
+        part_weights: of the functions.
+
+    Raises:
+        ValueError: there are no parts: the rewards come from a ``score`` of one's own that has none.
+    """
+    if parts is None or parts.shape[1] != len(part_weights):
+        raise ValueError(
+            "model.advantage gdpo needs reward functions with their weights, a score() of your own has none"
+        )
+    valid = (mask > 0).any(dim=1)
+    total = torch.zeros(len(parts), dtype=_statistics_dtype(rewards), device=parts.device)
+    for part, weight in zip(parts.to(total.dtype).unbind(1), part_weights, strict=True):
+        given = valid & part.isfinite()
+        centred, std, size = group_statistics(part.nan_to_num(), groups, given)
+        total += weight * torch.where(given & (size > 1), centred / (std + EPSILON), 0)
+    spread = (total.square().sum() / (valid.sum() - 1).clamp(min=1)).sqrt()
+    return _per_token(total / (spread + EPSILON), rewards, mask)
 
 
 def reinforce_plus_plus(

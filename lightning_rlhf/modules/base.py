@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from jsonargparse.typing import NonNegativeFloat, PositiveInt
+from jsonargparse.typing import NonNegativeFloat, OpenUnitInterval, PositiveFloat, PositiveInt
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
@@ -76,13 +76,31 @@ class RLHFLightningModule(ScoredModule):
         mask_truncated: leave responses out that hit ``max_completion_length``.
         ppo_epochs: passes over a rollout.
         mini_batches: optimizer steps per pass.
+        target_kl: bound of KL(old policy, policy) in nats per token, a mean over the tokens of an optimizer step before it is
+            taken: beyond it, this step and the remaining ones of the iteration are left out; null is no bound.
+        positive_coef: weight of the negative log-likelihood of right responses, a mean over their tokens (VAPO, Yue et al. 2025,
+            arXiv:2504.05118, which takes 0.1); right is a reward of at least ``val_success``.
+        ema_decay: keep a moving average of the actor's weights in float32, which remembers some 1 / (1 - decay) iterations; for
+            ``lightning-rlhf export --average``. null is none.
         **kwargs: see `ScoredModule`, `TrainedModule` and `ModelSettings`.
     """
 
     # not a default of the argument: on the command line the arguments of one class are carried over to another
     default_advantage = "grpo"
-    # what `compute_advantages` hands to the estimator
-    advantage_inputs = frozenset({"rewards", "mask", "groups"})
+    # what `estimator_inputs` has for the estimator
+    advantage_inputs = frozenset(
+        {
+            "rewards",
+            "mask",
+            "groups",
+            "baselines",
+            "old_log_probs",
+            "sum_pi_squared",
+            "importance",
+            "parts",
+            "part_weights",
+        }
+    )
 
     def __init__(
         self,
@@ -101,11 +119,15 @@ class RLHFLightningModule(ScoredModule):
         mask_truncated: bool = False,
         ppo_epochs: PositiveInt = 1,
         mini_batches: PositiveInt = 1,
+        target_kl: PositiveFloat | None = None,
+        positive_coef: NonNegativeFloat = 0.0,
+        ema_decay: OpenUnitInterval | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
         self.advantage_function = function_named(advantage or self.default_advantage, advantages, "model.advantage")
         self.advantage_args = advantage_args or {}
+        self.kl, self.kl_coef = kl, kl.coef
         self._check_estimator()
         self.loss_function = function_named(loss, losses, "model.loss")
         self.select_function = SELECTIONS.get(self.loss_function)
@@ -115,8 +137,18 @@ class RLHFLightningModule(ScoredModule):
         self.loss_args = given | (loss_args or {})
         self.aggregation: Aggregation = aggregation or OWN_AGGREGATION.get(self.loss_function, "token-mean")
         self.mask_truncated, self.entropy_coef, self.correction = mask_truncated, entropy_coef, correction
-        self.kl, self.kl_coef = kl, kl.coef
         self.ppo_epochs, self.mini_batches = ppo_epochs, mini_batches
+        self.target_kl, self.positive_coef, self.ema_decay = target_kl, positive_coef, ema_decay
+        if target_kl is not None and ppo_epochs * mini_batches == 1:
+            raise ValueError(
+                "model.target_kl ends an iteration of several optimizer steps, there is one: set model.mini_batches or"
+                " model.ppo_epochs, or leave it out"
+            )
+        if kl.refresh_every is not None and self.settings.lora is not None:
+            raise ValueError(
+                "model.kl.refresh_every: with model.lora the reference is the base without its adapter, which does not change:"
+                " leave out one of them"
+            )
         if clip_dual is not None and clip_dual <= 1.0:
             raise ValueError(f"model.clip_dual must be above 1, or null to switch it off, got {clip_dual}")
         self.alarms = Alarms()
@@ -127,10 +159,12 @@ class RLHFLightningModule(ScoredModule):
             why = "model.kl.coef is 0" if not self.needs_reference else "model.lora is set"
             rank_zero_warn(f"model.offload_reference moves nothing: {why}, so no reference is loaded")
         self.last_experience: Experience
+        self._moved: Metrics
 
     def _check_estimator(self) -> None:
         """Raise ValueError if the estimator needs what this class does not have."""
         parameters = inspect.signature(self.advantage_function).parameters.values()
+        self.estimator_takes = frozenset(p.name for p in parameters)
         needed = {
             p.name for p in parameters if p.default is p.empty and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
         }
@@ -140,10 +174,24 @@ class RLHFLightningModule(ScoredModule):
                 f"model.advantage: {self.advantage_function.__name__} needs {', '.join(sorted(missing))}, which"
                 f" {type(self).__name__} does not have: take another one, or hand it over in compute_advantages"
             )
+        if "parts" in needed and (self.reward_clip or (self.kl.where == "reward" and self.kl.coef)):
+            raise ValueError(
+                f"model.advantage: {self.advantage_function.__name__} takes the reward functions one by one, not their sum:"
+                " leave out model.reward_clip, and set model.kl.where to loss"
+            )
 
     @property
     def needs_reference(self) -> bool:
         return self.kl.coef > 0.0
+
+    @property
+    def refresh_every(self) -> int | None:
+        return self.kl.refresh_every
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether the estimator compares with the greedy response to each prompt."""
+        return "baselines" in self.estimator_takes
 
     @cached_property
     def flops(self) -> list[Passes]:
@@ -169,7 +217,7 @@ class RLHFLightningModule(ScoredModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         rollout: Rollout = batch["rollout"]
         with self.phases("reward"):
-            scores = self.scores_of(rollout)
+            scores = batch["scores"] if "scores" in batch else self.scores_of(rollout)
             experience = self.gather(rollout, scores)
         same = constant_groups(experience)
         experience = self.evaluate(experience)
@@ -179,7 +227,10 @@ class RLHFLightningModule(ScoredModule):
         experience = self.correct(experience)
         with self.phases("update"):
             metrics = self.update(experience)
+            self.follow_actor()
         metrics.mean("reward/frac_zero_std", same)
+        if experience.baselines is not None:
+            metrics.mean("reward/greedy_mean", experience.baselines, experience.baselines.isfinite())
         if experience.importance is not None:
             metrics.mean("rollout/rejected_ratio", 1.0 - experience.mask.sum() / sampled.sum().clamp(min=1.0))
             add_off_policy(metrics, experience.old_log_probs, experience.sampler_log_probs, sampled)
@@ -188,9 +239,24 @@ class RLHFLightningModule(ScoredModule):
 
     def compute_advantages(self, experience: Experience) -> tuple[Tensor, Tensor]:
         """(advantages, returns), each (G, T), from the whole batch. Runs equally on every rank."""
-        return self.advantage_function(
-            rewards=experience.rewards, mask=experience.mask, groups=experience.group, **self.advantage_args
-        )
+        return self.advantage_function(**self.estimator_inputs(experience), **self.advantage_args)
+
+    def estimator_inputs(self, experience: Experience) -> dict[str, Any]:
+        """`advantage_inputs`: what every estimator gets, and of the rest what it lists."""
+        old, sampler, mask = experience.old_log_probs, experience.sampler_log_probs, experience.mask
+        inputs: dict[str, Any] = {"rewards": experience.rewards, "mask": mask, "groups": experience.group}
+        more: dict[str, Any] = {
+            "baselines": experience.baselines,
+            "parts": experience.parts,
+            "part_weights": self.part_weights,
+            "old_log_probs": old,
+            "sum_pi_squared": experience.sum_pi_squared,
+        }
+        if "importance" in self.estimator_takes and self.correction is not None:
+            assert old is not None
+            assert sampler is not None
+            more["importance"] = importance_weights(old, sampler, mask, self.correction)
+        return inputs | {name: value for name, value in more.items() if name in self.estimator_takes}
 
     def policy_loss(
         self, log_probs: Tensor, old_log_probs: Tensor, token_advantages: Tensor, mask: Tensor, **selected: Tensor
@@ -210,7 +276,9 @@ class RLHFLightningModule(ScoredModule):
             rollout,
             scores,
             self.strategy.all_gather_objects_dp,
+            baselines=None if rollout.greedy is None else self.scores_of(rollout.greedy).total,
             mask_truncated=self.mask_truncated,
+            reward_clip=self.reward_clip,
             data_rank=self.strategy.dp_rank,
         )
         return gathered.to(self.device, non_blocking=True)
@@ -223,15 +291,22 @@ class RLHFLightningModule(ScoredModule):
             or (self.needs_reference and self.kl.where == "reward")
             or self.select_function is not None
             or (self.correction is not None and self.correction.needs_batch)
+            or not self.estimator_takes.isdisjoint({"old_log_probs", "sum_pi_squared", "importance"})
         )
 
     def evaluate(self, experience: Experience) -> Experience:
         """Add what is computed before the update without gradients; KL in the reward is taken off here."""
         temperature = experience.temperature
         if self.needs_old_log_probs:
+            squares = "sum_pi_squared" in self.estimator_takes
             with self.phases("log_prob"):
-                old = self.forward_all(self.actor, experience, lambda packed: self.actor(packed, temperature)[0])
-            experience = replace(experience, old_log_probs=old)
+                found = self.forward_all(
+                    self.actor,
+                    experience,
+                    lambda packed: torch.stack(self.actor(packed, temperature, with_squares=squares)[::2]),
+                    outputs=1 + squares,
+                )
+            experience = replace(experience, old_log_probs=found[0], sum_pi_squared=found[1] if squares else None)
         if self.needs_reference:
             with self.phases("reference"):
                 ref = self.reference_log_probs(experience)
@@ -273,11 +348,17 @@ class RLHFLightningModule(ScoredModule):
         experience: Experience,
         forward: Callable[[Packed], Float[Tensor, "b T"]],
         rows: Sequence[int] | None = None,
-    ) -> Float[Tensor, "G T"]:
-        """``forward`` over ``rows`` or the whole batch, each data rank its bins, the result equal on every rank."""
-        out = torch.zeros_like(experience.mask)
+        outputs: int | None = None,
+    ) -> Tensor:
+        """``forward`` over ``rows`` or the whole batch, each data rank its bins, the result equal on every rank: (G, T).
+
+        Args:
+            outputs: so many are stacked in what ``forward`` returns, and in the result, before the other dimensions.
+        """
+        shape = experience.mask.shape
+        out = experience.mask.new_zeros(shape if outputs is None else (outputs, *shape))
         for batch in micro_batches(experience, range(len(experience)) if rows is None else rows, self.split)[0]:
-            out[batch.rows, : batch.width] = forward(batch.packed)
+            out[..., batch.rows, : batch.width] = forward(batch.packed)
         self.strategy.reshard(root)
         return self.strategy.all_reduce_dp(out)
 
@@ -285,7 +366,7 @@ class RLHFLightningModule(ScoredModule):
 
     def update(self, experience: Experience) -> Metrics:
         """``ppo_epochs`` x ``mini_batches`` optimizer steps; the last one advances ``trainer.global_step``."""
-        metrics = Metrics(self.device)
+        metrics, self._moved = Metrics(self.device), Metrics(self.device)
         self.packing = {"real_tokens": 0, "padded_tokens": 0}
         self.lengths = [len(sequence) for sequence in experience.sequences]
         iteration, responses = self.trainer.fit_loop.total_batch_idx, len(experience)
@@ -298,12 +379,20 @@ class RLHFLightningModule(ScoredModule):
             weights, chosen = torch.zeros_like(experience.mask), torch.tensor(rows, device=self.device)
             weights[chosen] = token_weights(experience.mask[chosen], self.aggregation, experience.max_length)
             experience = self.select(experience, rows, number)
+            experience = self.weigh_positive(experience, chosen)
             batches, spent = micro_batches(experience, rows, self.split)
             self.packing["real_tokens"] += sum(len(experience.sequences[i]) for i in rows)
             self.packing["padded_tokens"] += spent
             for batch in batches:
                 self.micro_step(experience, batch, weights[batch.rows, : batch.width], metrics, len(steps))
-            self.step_optimizer(metrics, last=number == len(steps))
+            if too_far := self.moved_too_far():
+                self.optimizers().zero_grad()  # type: ignore[union-attr]
+            last = too_far or number == len(steps)
+            self.step_optimizer(Metrics(self.device) if too_far else metrics, last)
+            if last:
+                break
+        if self.target_kl is not None:
+            metrics.mean("actor/kl_skipped_steps", len(steps) - number + too_far)
         self.step_schedulers()
         return metrics
 
@@ -333,6 +422,23 @@ class RLHFLightningModule(ScoredModule):
         chosen[here] = self.select_function(*tensors, **options)
         return replace(experience, chosen=chosen)
 
+    def weigh_positive(self, experience: Experience, rows: Tensor) -> Experience:
+        """Add the shares of the tokens in the likelihood of the step's right responses, those of ``rows``."""
+        if not self.positive_coef:
+            return experience
+        assert experience.scores is not None
+        positive, right = torch.zeros_like(experience.mask), experience.scores[rows] >= self.val_success
+        positive[rows] = token_weights(experience.mask[rows] * right[:, None], "token-mean")
+        return replace(experience, positive=positive)
+
+    def moved_too_far(self) -> bool:
+        """Whether KL(old policy, policy) of an optimizer step's tokens is beyond ``target_kl``; equal on every rank."""
+        if self.target_kl is None:
+            return False
+        distance = self._moved.reduce(self.strategy.all_reduce_dp).get("kl", 0.0)
+        self._moved = Metrics(self.device)
+        return bool(self.strategy.broadcast_object_sp(distance) > self.target_kl)
+
     def micro_step(
         self, experience: Experience, batch: MicroBatch, weights: Float[Tensor, "b T"], metrics: Metrics, steps: int
     ) -> None:
@@ -347,6 +453,8 @@ class RLHFLightningModule(ScoredModule):
         with_entropy = self.entropy_coef > 0.0 or self.is_logging_iteration
         log_probs, entropy = self.actor(batch.packed, experience.temperature, with_entropy)
         old = log_probs.detach() if experience.old_log_probs is None else experience.old_log_probs[rows, :width]
+        if self.target_kl is not None:
+            self._moved.mean("kl", kl_estimate(old, log_probs.detach(), "k3"), mask)
         assert experience.advantages is not None
         selected = {} if experience.chosen is None else {"chosen": experience.chosen[rows, :width]}
         token_losses, token_metrics = self.policy_loss(
@@ -366,6 +474,10 @@ class RLHFLightningModule(ScoredModule):
         metrics.sum("actor/pg_loss", loss.detach() / steps)
         if self.entropy_coef > 0.0:
             loss = loss - self.entropy_coef * weighted(weights, entropy)
+        if experience.positive is not None:
+            surprise = weighted(experience.positive[rows, :width], -log_probs)
+            metrics.sum("actor/positive_loss", surprise.detach() / steps)
+            loss = loss + self.positive_coef * surprise
         if experience.ref_log_probs is not None:
             distance = kl_estimate(log_probs, experience.ref_log_probs[rows, :width], self.kl.estimator)
             metrics.mean("actor/kl_loss", distance.detach(), weights)

@@ -32,7 +32,8 @@ from lightning_rlhf.modules.startup import check_isolation
 from lightning_rlhf.packing import Packed
 
 if TYPE_CHECKING:
-    from lightning_rlhf.strategy import FSDP2Precision, FSDPUlyssesStrategy
+    from lightning_rlhf.precision import FSDP2Precision
+    from lightning_rlhf.strategy import FSDPUlyssesStrategy
 
 
 class Critic(PackedModel):

@@ -22,6 +22,8 @@ def add_scores(metrics: Metrics, scores: Scores, logged: Sequence[str]) -> None:
     metrics.mean("reward/mean", scores.total, valid)
     metrics.mean("reward/square", scores.total.square(), valid)
     metrics.sum("reward/failures", float(scores.failures))
+    abstained = (~valid).sum() - scores.failures
+    metrics.mean("reward/abstained", abstained / max(1, len(valid)), float(len(valid)))
     for name, part in scores.parts.items():
         metrics.mean(f"reward/{name}/mean", part, part.isfinite())
     for name in logged:
@@ -56,14 +58,16 @@ def add_importance(metrics: Metrics, found: Tensor, weights: Tensor, cap: float)
 
 
 def constant_groups(experience: Experience) -> float:
-    """Share of the groups whose usable responses all scored the same: nothing is learned from them."""
+    """Share of the groups whose usable responses all scored the same: nothing is learned from them. Groups without a usable
+    response do not count; 1 if there are no others.
+    """
     scores = experience.rewards.sum(1)
     index = experience.group.unique(return_inverse=True)[1]
     usable = experience.mask.any(1)
     lowest = torch.full_like(scores, torch.inf).scatter_reduce(0, index, scores.where(usable, torch.inf), "amin")
     highest = torch.full_like(scores, -torch.inf).scatter_reduce(0, index, scores.where(usable, -torch.inf), "amax")
-    groups = int(index.max()) + 1
-    return float((lowest >= highest)[:groups].float().mean())
+    scored = lowest.isfinite()  # also leaves out the rows beyond the number of groups
+    return float((lowest >= highest)[scored].float().mean()) if scored.any() else 1.0
 
 
 def finish(reduced: dict[str, float]) -> dict[str, float]:

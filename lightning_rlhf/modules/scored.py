@@ -35,6 +35,7 @@ class ScoredModule(TrainedModule):
         reward: functions by dotted path, in TRL's signature ``f(prompts, completions, **columns)`` or verl's
             ``f(data_source, solution_str, ground_truth, extra_info)``; not needed when `score` is overridden.
         reward_weights: one per function, default 1.
+        reward_clip: lowest and highest reward of a response in training, e.g. [-5, 5]; metrics and validation have it unclipped.
         reward_timeout: seconds one scoring of an iteration's responses may take per function; null is no limit.
         reward_workers: processes for reward functions; 0 runs them in this process.
         reward_model: a frozen model whose score is added to the functions' as ``reward_model``.
@@ -51,6 +52,7 @@ class ScoredModule(TrainedModule):
         model: str,
         reward: list[RewardFunction] | None = None,
         reward_weights: list[float] | None = None,
+        reward_clip: tuple[float, float] | None = None,
         reward_timeout: PositiveFloat | None = 60.0,
         reward_workers: NonNegativeInt = 0,
         reward_model: FrozenRewardModel | None = None,
@@ -63,6 +65,9 @@ class ScoredModule(TrainedModule):
         self.frozen_reward = reward_model
         self.reward_model: Critic | None = None
         self._given: dict[str, tuple[Tensor, float]] = {}
+        if reward_clip is not None and not reward_clip[0] < reward_clip[1]:
+            raise ValueError(f"model.reward_clip must be [lowest, highest], got {list(reward_clip)}")
+        self.reward_clip = reward_clip
         self.val_success, self.val_before_train = val_success, val_before_train
         self.last_scores: Scores
         self._validation: dict[int, ValidationMetrics] = {}
@@ -91,11 +96,27 @@ class ScoredModule(TrainedModule):
 
         Called for training and validation, on the first rank of each sequence-parallel group only.
         """
-        return self.scorer(rollout, self.decode(rollout), self.trainer, self._given)
+        return self.scorer(rollout, self.decode(rollout), self.trainer, given=self._given, decode=self.decode_ids)
+
+    @property
+    def score_names(self) -> list[str] | None:
+        """Of what `score` adds up; None if it is a subclass's own."""
+        if type(self).score is not ScoredModule.score:
+            return None
+        names = [reward.name for reward in self.scorer.rewards]
+        return names if self.frozen_reward is None else [*names, "reward_model"]
 
     def decode(self, rollout: Rollout) -> list[str]:
         """Texts of the responses, special tokens left out."""
-        return [str(self.tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in rollout.completions]
+        return [self.decode_ids(c.token_ids) for c in rollout.completions]
+
+    def decode_ids(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    @property
+    def part_weights(self) -> list[float]:
+        """Of the reward functions and the reward model, in the order of `Scores.parts`."""
+        return [*self.scorer.weights, *([] if self.frozen_reward is None else [self.frozen_reward.weight])]
 
     def scores_of(self, rollout: Rollout) -> Scores:
         """`score`, run once per data rank; a failure on any rank ends all of them with its message."""

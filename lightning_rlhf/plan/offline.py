@@ -13,7 +13,8 @@ from lightning_rlhf.hf_config import load_config, override
 from lightning_rlhf.paths import is_hub_id, local_path
 from lightning_rlhf.plan import Plan, make_plan, read_run
 from lightning_rlhf.plan.known import known_config
-from lightning_rlhf.strategy import FSDP2Precision, FSDPUlyssesStrategy
+from lightning_rlhf.precision import FSDP2Precision
+from lightning_rlhf.strategy import FSDPUlyssesStrategy
 
 
 def plan_offline(

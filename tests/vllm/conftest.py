@@ -8,3 +8,8 @@ import pytest
 @pytest.fixture(autouse=True)
 def clean_process() -> None:
     pass
+
+
+@pytest.fixture(autouse=True, scope="module")
+def clean_module() -> None:
+    pass
