@@ -153,11 +153,12 @@ def test_an_exported_reward_model_scores_in_transformers_as_it_did_here(lora, tm
     torch.testing.assert_close(head_of(more), model.score.weight[0].detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_scores_are_those_of_transformers_when_the_eos_is_the_padding_token(tmp_path):
-    """Transformers then reads the score before it."""
+@pytest.mark.parametrize("padding", ["eos", None])
+def test_scores_are_those_of_transformers_when_the_eos_is_the_padding_token(padding, tmp_path):
+    """Transformers then reads the score before it. Without a padding token the EOS is it, or no batch could be scored."""
     own = folder_of(1, str(tmp_path))
     tokenizer = AutoTokenizer.from_pretrained(own)
-    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.pad_token = padding and tokenizer.eos_token
     tokenizer.save_pretrained(own)
     AutoConfig.from_pretrained(own, pad_token_id=None).save_pretrained(own)
     module, rows = train("reward", tmp_path / "run", 4, model={"model": own, "lr": 1e-4})

@@ -231,6 +231,19 @@ def test_what_is_no_reward_model_is_refused(make, message, tmp_path):
     assert module.actor is None
 
 
+def reward_model_of_mine(completions, **_):
+    return [1.0] * len(completions)
+
+
+def test_a_function_of_its_name_is_refused_beside_it(monkeypatch):
+    """One of the two would be left out, and the other have both weights."""
+    monkeypatch.setattr(reward_model_of_mine, "__name__", "reward_model")
+    with pytest.raises(
+        ValueError, match=r"model\.reward: a function called reward_model has no name of its own beside"
+    ):
+        GRPOLightningModule(**TINY_MODULE, reward=[reward_model_of_mine], reward_model=FrozenRewardModel("any"))
+
+
 def test_a_policy_does_not_start_from_a_reward_model(tmp_path):
     module = GRPOLightningModule(**TINY_MODULE | {"model": reward_model(tmp_path / "rm")}, reward=[even_tokens])
     with pytest.raises(

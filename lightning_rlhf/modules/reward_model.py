@@ -13,7 +13,8 @@ from torchmetrics.classification import BinaryCalibrationError
 from transformers import AutoModelForSequenceClassification
 
 from lightning_rlhf.flops import Passes
-from lightning_rlhf.modules.batching import MicroBatch
+from lightning_rlhf.hf_config import padding_of
+from lightning_rlhf.modules.batching import MicroBatch, example_batches
 from lightning_rlhf.modules.critic import Critic, build_critic
 from lightning_rlhf.modules.metrics import Metrics
 from lightning_rlhf.modules.preferences import bradley_terry
@@ -86,9 +87,9 @@ class RewardModelLightningModule(SupervisedLightningModule):
         return passes_of(self.reward_model, 1, 1, 1)
 
     def batches(self, examples: Examples) -> tuple[list[MicroBatch], int]:
-        padding = self.settings.config.get_text_config().pad_token_id
-        padding = self.tokenizer.pad_token_id if padding is None else padding  # as it is exported
-        return super().batches(replace(examples, sequences=[scored_part(one, padding) for one in examples.sequences]))
+        padding = padding_of(self.settings.config, self.tokenizer)
+        read = replace(examples, sequences=[scored_part(one, padding) for one in examples.sequences])
+        return example_batches(read, self.split, ends_only=True)
 
     def loss(
         self, examples: Examples, batch: MicroBatch, prepared: Any, metrics: Metrics, measured: bool

@@ -62,6 +62,10 @@ class ScoredModule(TrainedModule):
     ) -> None:
         super().__init__(model, **kwargs)
         self.scorer = Scorer(reward or [], reward_weights, timeout=reward_timeout, workers=reward_workers)
+        if reward_model is not None and "reward_model" in (reward.name for reward in self.scorer.rewards):
+            raise ValueError(
+                "model.reward: a function called reward_model has no name of its own beside model.reward_model: rename it"
+            )
         self.frozen_reward = reward_model
         self.reward_model: Critic | None = None
         self._given: dict[str, tuple[Tensor, float]] = {}

@@ -37,7 +37,7 @@ class SupervisedLightningModule(TrainedModule):
     """Sequences of an example: 2 of a pair."""
 
     ends_only = False
-    """Whether an example is read at the last tokens of its sequences, which are then tokenised as a whole."""
+    """Whether an example is read at the ends of its sequences, which are then tokenised as a whole."""
 
     def __init__(self, model: str, lr: PositiveFloat = 1e-5, **kwargs: Any) -> None:
         super().__init__(model, lr=lr, **kwargs)
@@ -84,7 +84,7 @@ class SupervisedLightningModule(TrainedModule):
 
     def batches(self, examples: Examples) -> tuple[list[MicroBatch], int]:
         """This rank's micro-batches, and the tokens that all ranks spend time on; see `example_batches`."""
-        return example_batches(examples, self.split, ends_only=self.ends_only)
+        return example_batches(examples, self.split)
 
     def prepare(self, batches: list[MicroBatch]) -> list[Any]:
         """What the loss of each micro-batch needs and has no gradient."""
