@@ -42,11 +42,13 @@ class ExampleTable:
         numbers: range,
         encoder: PromptEncoder,
         pieces: Callable[[Row], Sequence[Sequence[Piece]]],
+        source: str = "data",
     ) -> ExampleTable:
         """Tokenise the rows ``numbers``.
 
         Args:
             pieces: of each sequence of a row's example.
+            source: of the rows, for errors.
 
         Raises:
             ValueError: a row that is no example; the first such row is named.
@@ -63,17 +65,17 @@ class ExampleTable:
                     chunk.append(pieces(row))
                     margins.append(None if row.get("margin") is None else _finite(row["margin"]))
                 except (ValueError, TypeError) as error:
-                    raise ValueError(f"data: row {number} {error}") from error
+                    raise ValueError(f"{source}: row {number} {error}") from error
             flat = iter(tokenise([sequence for example in chunk for sequence in example], encoder))
             for example in chunk:
                 examples.append(tuple(next(flat) for _ in example))
         for number, found in zip(numbers, examples, strict=True):
             if not all(sequence.spans for sequence in found):
-                raise ValueError(f"data: row {number} has nothing to learn: its answer has no tokens")
+                raise ValueError(f"{source}: row {number} has nothing to learn: its answer has no tokens")
         given = [margin for margin in margins if margin is not None]
         if 0 < len(given) < len(margins):
             without = numbers[margins.index(None)]
-            raise ValueError(f"data: row {without} has no margin and others have: give all rows one, or none")
+            raise ValueError(f"{source}: row {without} has no margin and others have: give all rows one, or none")
         return cls(examples, given or None)
 
     def __len__(self) -> int:

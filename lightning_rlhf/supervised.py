@@ -128,10 +128,6 @@ class SupervisedDataModule(pl.LightningDataModule, ABC):
             raise ValueError("data has no validation rows: set val_path, val_split or val_size")
         if not validates and self.trainer is not None:
             self.trainer.limit_val_batches = 0  # an empty loader would draw a warning, and hooks would run for nothing
-        if validates and self.val_table is None:
-            rows = self.val_rows or self.train_rows
-            first = 0 if self.val_rows else size - self.val_size
-            self.val_table = self._table("validation", rows, range(first, len(rows)))
         if stage == "fit" and self.train_table is None:
             self.train_table = self._table("training", self.train_rows, range(size - self.val_size))
             if len(self.train_table) < self.batch_size:
@@ -139,16 +135,21 @@ class SupervisedDataModule(pl.LightningDataModule, ABC):
                     f"data.batch_size={self.batch_size} is more than the {len(self.train_table)} training rows there are:"
                     " lower it, or add data"
                 )
+        if validates and self.val_table is None:
+            rows = self.val_rows or self.train_rows
+            first = 0 if self.val_rows else size - self.val_size
+            self.val_table = self._table("validation", rows, range(first, len(rows)))
 
     def _table(self, which: str, rows: Rows, numbers: range) -> ExampleTable:
-        table = ExampleTable.build(rows, numbers, self._encoder, self.pieces)
+        source = "data" if rows is self.train_rows else "data.val_path" if self.val_path else "data.val_split"
+        table = ExampleTable.build(rows, numbers, self._encoder, self.pieces, source)
         limit = self.max_length
         if limit is None or max(table.lengths, default=0) <= limit:
             return table
         if self.overlong == "error":
             number, length = next((n, size) for n, size in zip(numbers, table.lengths, strict=True) if size > limit)
             raise ValueError(
-                f"data: row {number} has a sequence of {length} tokens, more than data.max_length={limit}: raise it, or set"
+                f"{source}: row {number} has a sequence of {length} tokens, more than data.max_length={limit}: raise it, or set"
                 " data.overlong: drop"
             )
         kept = table.where([length <= limit for length in table.lengths])

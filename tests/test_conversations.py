@@ -173,6 +173,12 @@ def test_a_wrong_row_is_one_error_that_names_it(message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_wrong_row_of_the_validation_data_is_told_from_one_of_the_training_data(tmp_path):
+    (tmp_path / "held.jsonl").write_text(json.dumps({"question": "a"}))
+    with pytest.raises(ValueError, match=r"^data\.val_path: row 0 needs messages"):
+        data_of("sft", GOOD["sft"], val_path=str(tmp_path / "held.jsonl")).setup("fit")
+
+
 def test_margins_are_there_for_all_pairs_or_for_none():
     pair = GOOD["pairs"]
     data = data_of("pairs", pair | {"margin": 1}, pair | {"margin": "2.5"})
