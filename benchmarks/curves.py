@@ -7,8 +7,8 @@ python benchmarks/curves.py --model random:tiny --recipes grpo --seeds 0 --steps
 The task is examples/addition.py: 64 prompts x 8 responses of 5 tokens an iteration, reward 1 if the first number is right; every
 ``--every`` iterations, the share of 500 held-out additions that greedy decoding gets right. What a recipe says of its algorithm
 stays; model, reward, data, learning rate, batch and the number of optimizer steps per iteration (``--mini_batches``) are
-the same for all (dapo generates more: up to four batches an iteration). `OWN` lists what else is changed, and why. TRL (pip install trl==1.16) takes the same rows in an order of its
-own; see trl_learning.py.
+the same for all (dapo generates more: up to four batches an iteration). `OWN` lists what else is changed, and why. TRL (pip
+install trl==1.16) takes the same rows in an order of its own; see trl_learning.py.
 
 Each run is a process; ``--parallel`` of them share the GPU, and then their seconds say nothing. A run whose result lies in
 ``--out`` is not run again. Prints a table and writes curves.json there.
