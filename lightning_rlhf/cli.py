@@ -175,8 +175,11 @@ class RLHFCLI(LightningCLI):
             super()._set_seed()
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        with_rollouts = isinstance(self.model, RLHFLightningModule)
+        if not with_rollouts:
+            self._refuse_rollout_options()
         trainer = super().instantiate_trainer(**kwargs)
-        if not isinstance(self.model, RLHFLightningModule):  # it draws no responses
+        if not with_rollouts:
             trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, RolloutCallback | Samples)]  # type: ignore[attr-defined]
         bars = [i for i, callback in enumerate(trainer.callbacks) if type(callback) is RichProgressBar]  # type: ignore[attr-defined]
         for i in bars:  # Lightning's default
@@ -188,6 +191,13 @@ class RLHFCLI(LightningCLI):
         if any(isinstance(callback, ModelSummary) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             trainer.callbacks.insert(0, PlanSummary())  # type: ignore[attr-defined]
         return trainer
+
+    def _refuse_rollout_options(self) -> None:
+        assert self.subcommand is not None
+        defaults = self._parser(self.subcommand).get_defaults().rollout.as_flat()
+        for name, value in vars(self.config[self.subcommand].rollout.as_flat()).items():
+            if value != getattr(defaults, name, None):
+                raise ValueError(f"rollout.{name}: {type(self.model).__name__} draws no responses: leave rollout out")
 
     def before_fit(self) -> None:
         """An attempt that torchrun or SLURM started again goes on where the one before got to, whatever ``ckpt_path`` says."""

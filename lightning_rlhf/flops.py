@@ -65,8 +65,8 @@ class Passes(NamedTuple):
 
     phase: str
     dims: Dims
-    forward: int
-    backward: int
+    forward: float
+    backward: float
 
 
 def dims_of(config: Any, outputs: int | None = None) -> Dims:

@@ -1,6 +1,7 @@
 """What a run is made of: its checkpoints and its manifest say it, and a run that goes on from one says what differs.
 
-    description = {class, precision, versions, roles: {actor: {model, shape, lora, ...}, critic: ...}}
+    description = {class, precision, model.kl.refresh_every, model.ema_decay, versions,
+                   roles: {actor: {model, shape, lora, ...}, critic: ...}}
 
 `ModelRoles.description` makes it. Tensors of another role, shape or adapter are refused before they are read; another model of
 the same shape, another precision or package goes on with a warning.
@@ -103,7 +104,8 @@ def _comparable(lora: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _other(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What may differ, but should be known."""
-    found = _differences({n: then[n] for n in ("class", "precision")}, {n: now[n] for n in ("class", "precision")})
+    names = ("class", "precision", "model.kl.refresh_every", "model.ema_decay")
+    found = _differences(*({n: of.get(n) for n in names} for of in (then, now)))
     for role in then["roles"].keys() & now["roles"].keys():
         old, new = ({n: of["roles"][role][n] for n in ("model", "config_overrides")} for of in (then, now))
         found += [f"{role} {difference}" for difference in _differences(old, new)]

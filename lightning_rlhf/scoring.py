@@ -128,7 +128,7 @@ class Scorer:
             parts=parts,
             metrics={name: value for run in runs for name, value in run.metrics.items()},
             columns={name: column for run in runs for name, column in run.columns.items()},
-            failures=int(lost.sum()),
+            failed=lost,
             tokens=token_rewards(
                 {run.reward.name: run.steps for run in runs}, self.weights, rollout.completions, decode
             ),

@@ -210,8 +210,8 @@ class Rollout(_Movable):
 class Scores:
     """Rewards of the responses of one data rank, before they are gathered.
 
-    ``total`` is NaN where a response has no score: it is then left out of its group and of the loss. ``failures`` of these
-    could not be scored; on the others every function abstained.
+    ``total`` is NaN where a response has no score: it is then left out of its group and of the loss. Those of these
+    that are ``failed`` could not be scored; on the others every function abstained.
     ``parts`` has each reward function's own values; ``metrics`` scalars and ``columns`` lists they logged. ``tokens`` is what
     of ``total`` belongs to tokens (process rewards); the rest is the last token's.
     """
@@ -220,8 +220,13 @@ class Scores:
     parts: dict[str, Float[Tensor, "B"]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     columns: dict[str, list[Any]] = field(default_factory=dict)
-    failures: int = 0
+    failed: Bool[Tensor, "B"] | None = None
     tokens: Float[Tensor, "B T"] | None = None
+
+    @property
+    def failures(self) -> int:
+        """Responses that could not be scored."""
+        return 0 if self.failed is None else int(self.failed.sum())
 
 
 @dataclass(frozen=True)

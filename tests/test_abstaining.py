@@ -78,7 +78,8 @@ def test_groups_that_abstain_altogether_are_not_constant_ones() -> None:
 
 def test_metrics_are_over_the_others_and_the_share_is_counted() -> None:
     metrics = Metrics()
-    scores = Scores(torch.tensor([1.0, nan, 0.0, nan, nan]), {"a": torch.tensor([1.0, nan, 0.0, nan, nan])}, failures=1)
+    total = torch.tensor([1.0, nan, 0.0, nan, nan])
+    scores = Scores(total, {"a": total}, failed=torch.tensor([False, True, False, False, False]))
     add_scores(metrics, scores, [])
     add_scores(metrics, Scores(torch.zeros(0), {"a": torch.zeros(0)}), [])  # a rank without responses
     reduced = finish(metrics.reduce())

@@ -199,6 +199,15 @@ def test_data_of_another_kind_is_refused(kind, other, message):
         quiet_trainer(max_steps=1).fit(KINDS[kind][0]("random:tiny"), datamodule=other)
 
 
+def test_options_of_rollouts_are_refused(capfd, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(demonstrations()[0]) + "\n")
+    given = [f"--data.init_args.path={tmp_path / 'rows.jsonl'}", "--model.init_args.model=random:tiny"]
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", str(ROOT / "configs/sft.yaml"), *given, "--rollout.sampling.num_generations=4"])
+    told = "rollout.sampling.num_generations: SFTLightningModule draws no responses: leave rollout out"
+    assert told in capfd.readouterr().err
+
+
 def test_a_plan_says_that_it_is_for_rollouts(capfd):
     with pytest.raises(SystemExit):
         main(["plan", "--config", str(ROOT / "configs/sft.yaml")])

@@ -13,15 +13,21 @@ from toys import TINY_MODULE, quiet_trainer, spawn
 
 from lightning_rlhf import FSDPUlyssesStrategy, GRPOLightningModule, PromptDataModule, RolloutCallback, Sampling
 from lightning_rlhf.callbacks.filtering import FilterGroups, Rounds
+from lightning_rlhf.modules.metrics import Metrics
+from lightning_rlhf.modules.report import add_scores
 from lightning_rlhf.types import Completion, Prompts, Rollout, Scores
+
+FAILED = -77.0
 
 
 def add(rounds: Rounds, rewards: dict[int, list[float]], reason: str = "stop", **parts: list[float]) -> None:
     """A round of prompts by their rows, with the rewards of their two responses."""
     prompts = Prompts([[r] for r in rewards], [str(r) for r in rewards], {"a": list(rewards)}, torch.tensor([*rewards]))
     completions = [Completion([r, i], reason) for r in rewards for i in (0, 1)]  # type: ignore[arg-type]
-    total = torch.tensor([x for own in rewards.values() for x in own])
-    scores = Scores(total, {name: torch.tensor(part) for name, part in parts.items()}, {"logged": total[0].item()})
+    given = torch.tensor([float(x) for own in rewards.values() for x in own])
+    failed, total = given == FAILED, given.where(given != FAILED, math.nan)
+    own = {name: torch.tensor(part) for name, part in parts.items()}
+    scores = Scores(total, own, {"logged": total[0].item()}, failed=failed if failed.any() else None)
     rounds.add(Rollout.build(prompts, completions, Sampling(num_generations=2)), scores)
 
 
@@ -46,7 +52,12 @@ def test_groups_that_differ_are_kept_in_their_order_and_no_more_than_a_batch_has
     add(rounds, {4: [0, 1]})
     assert rows(rounds) == [3, 1, 9]
     assert rounds.result()[1].total.tolist() == [0, 1, 1, 0, 2, 1]
-    assert rounds.metrics == {"rollout/gen_batches": 3, "rollout/kept_groups": 4 / 7, "reward/generated_mean": 10 / 14}
+    assert rounds.metrics == {
+        "rollout/gen_batches": 3,
+        "rollout/kept_groups": 4 / 7,
+        "reward/failures": 0,
+        "reward/generated_mean": 10 / 14,
+    }
 
 
 def test_at_the_bound_the_first_dropped_groups_fill_up():
@@ -80,6 +91,19 @@ def test_only_responses_that_count_are_compared():
         rounds = Rounds(FilterGroups(), lambda own: [own], mask_truncated=truncated)
         add(rounds, {7: [0, 1]}, "length")
         assert rounds.metrics["rollout/kept_groups"] == kept
+
+
+def test_failures_among_dropped_responses_are_counted_and_no_abstentions():
+    rounds = one_rank()
+    add(rounds, {5: [FAILED, FAILED], 3: [0, 1], 4: [math.nan, 1]})
+    add(rounds, {8: [FAILED, 1], 9: [0, 1]})
+    assert rounds.metrics["reward/failures"] == 3
+    rollout, scores = rounds.result()
+    assert rollout.prompts.index.tolist() == [5, 3, 9]
+    assert scores.failed.tolist() == [True, True, False, False, False, False]
+    metrics = Metrics()
+    add_scores(metrics, scores, [])
+    assert metrics.reduce()["reward/abstained"] == 0.0
 
 
 def test_the_metric_may_be_one_reward_function():

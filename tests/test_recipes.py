@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,30 @@ def test_the_baseline_of_remax_is_the_score_of_the_greedy_response_and_takes_par
     assert row["reward/mean"] == pytest.approx(float(scores.mean()))
     assert module.last_scores.total.shape == (32,)
     assert row["actor/grad_norm"] > 0
+
+
+class Aborting(TransformersEngine):
+    """Gives up every third greedy response."""
+
+    def generate(self, prompts, sampling, *, seeds, **arguments):
+        done = super().generate(prompts, sampling, seeds=seeds, **arguments)
+        greedy = [i for i, seed in enumerate(seeds) if seed is None][::3]
+        return [replace(c, finish_reason="abort") if i in greedy else c for i, c in enumerate(done)]
+
+
+def test_a_prompt_whose_greedy_response_was_aborted_is_left_out_and_rewards_are_logged_as_they_were_given(tmp_path):
+    module = GRPOLightningModule(**COMMON | {"reward": [of_both]}, advantage="remax", reward_clip=(0.0, 260.0))
+    rollout = {"engine": Aborting()}
+    (row,) = fit(module, tmp_path, 1, rollout=rollout, num_generations=2)
+    experience = module.last_experience
+    left = experience.mask.any(1)
+    assert torch.equal(left, experience.baselines.isfinite())
+    assert int(left.sum()) == 20
+    assert row["reward/greedy_mean"] == pytest.approx(float(experience.baselines.nanmean()))
+    assert 0 < int((experience.baselines > 260).sum()) < 20
+    wanted = experience.scores.clamp(max=260) - experience.baselines.clamp(max=260)
+    found = experience.advantages.sum(1) / experience.mask.sum(1)
+    torch.testing.assert_close(found[left], wanted[left], rtol=1e-4, atol=1e-4)
 
 
 def test_the_optimal_token_baseline_gets_the_squared_probabilities_of_the_old_policy(tmp_path):
@@ -234,6 +259,10 @@ def test_an_iteration_ends_where_the_policy_has_moved_beyond_its_bound(tmp_path)
     taken: list[int] = []
 
     class Counting(GRPOLightningModule):
+        def policy_loss(self, *args: Any, **selected: Any) -> Any:
+            losses, metrics = super().policy_loss(*args, **selected)
+            return losses - losses.detach() + 1.0, metrics
+
         def step_optimizer(self, metrics: Any, last: bool) -> None:
             self.before = weights(self.actor)
             super().step_optimizer(metrics, last)
@@ -246,6 +275,8 @@ def test_an_iteration_ends_where_the_policy_has_moved_beyond_its_bound(tmp_path)
     assert [row["actor/kl_skipped_steps"] for row in rows] == [3.0] * 3
     assert module.trainer.global_step == 3
     assert all(row["actor/grad_norm"] > 0 for row in rows)
+    assert [row["actor/pg_loss"] for row in rows] == pytest.approx([1.0] * 3), "the mean of the two that were computed"
+    assert [(work.forward, work.backward) for work in module.flops] == [(0.5, 0.5)]
     taken.clear()
     rows = fit(Counting(**options | {"lr": 1e-4}, target_kl=0.01), tmp_path / "free", 1, num_generations=4)
     assert taken == [1] * 4
@@ -300,3 +331,12 @@ def test_the_likelihood_of_right_responses_is_a_mean_over_their_tokens(tmp_path)
 def test_what_cannot_be_renewed_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_run_that_goes_on_without_the_renewed_reference_says_so(tmp_path):
+    saver = IterationCheckpoint(dirpath=str(tmp_path / "ck"))
+    fit(GRPOLightningModule(**COMMON, kl=KL(0.1, refresh_every=1)), tmp_path / "run", 1, callbacks=[saver])
+    checkpoint = str(tmp_path / "ck/iteration-000001.ckpt")
+    with pytest.warns(UserWarning, match=r"written with model\.kl\.refresh_every 1 \(here None\): this run goes on"):
+        fit(GRPOLightningModule(**COMMON, kl=KL(0.1)), tmp_path / "rest", 2, ckpt_path=checkpoint)

@@ -46,12 +46,13 @@ class FilterGroups:
 
 @dataclass(frozen=True)
 class _Group:
-    """What all ranks know of the responses to one prompt: its row in the data set, whether they differ, their rewards."""
+    """What all ranks know of the responses to one prompt: its row in the data set, whether they differ, rewards, failures."""
 
     row: int
     differs: bool
     total: float
     scored: int
+    failed: int
 
 
 class Rounds:
@@ -89,13 +90,14 @@ class Rounds:
         n = rollout.sampling.num_generations
         usable = [bool(c.token_ids) and c.finish_reason not in self._unusable for c in rollout.completions]
         counted = torch.tensor(usable, dtype=torch.bool) & values.cpu().isfinite() & scores.total.cpu().isfinite()
+        failed = _failed(scores)
         groups = []
         for i, row in enumerate(rollout.prompts.index.tolist()):
             here = slice(i * n, (i + 1) * n)
             rewards = scores.total.cpu()[here].double()
             rewards = rewards[rewards.isfinite()]
             differs = len(values.cpu()[here][counted[here]].unique()) > 1
-            groups.append(_Group(row, differs, float(rewards.sum()), len(rewards)))
+            groups.append(_Group(row, differs, float(rewards.sum()), len(rewards), int(failed[here].sum())))
         self._own.append((rollout, scores))
         self._groups.append([group for rank in self._all_gather(groups) for group in rank])
 
@@ -128,6 +130,7 @@ class Rounds:
         return {
             "rollout/gen_batches": float(len(self)),
             "rollout/kept_groups": sum(group.differs for group in groups) / len(groups),
+            "reward/failures": float(sum(group.failed for group in groups)),
             "reward/generated_mean": sum(group.total for group in groups) / scored if scored else torch.nan,
         }
 
@@ -170,7 +173,7 @@ def _responses(rollout: Rollout, prompt: int) -> list[Completion]:
 
 
 def joined_scores(scores: tuple[Scores, ...], keep: list[list[int]], rollout: Rollout) -> Scores:
-    """Of the same prompts, those of ``rollout``; what a function logged is averaged over the rounds, failures are summed."""
+    """Of the same prompts, those of ``rollout``; what a function logged is averaged over the rounds."""
     n = rollout.sampling.num_generations
     rows = [[i * n + k for i in own for k in range(n)] for own in keep]
 
@@ -197,9 +200,13 @@ def joined_scores(scores: tuple[Scores, ...], keep: list[list[int]], rollout: Ro
             name: [one.columns.get(name, none)[i] for one, own in zip(scores, rows, strict=True) for i in own]
             for name in columns
         },
-        failures=sum(one.failures for one in scores),
+        failed=joined([_failed(one) for one in scores]),
         tokens=tokens,
     )
+
+
+def _failed(scores: Scores) -> Tensor:
+    return torch.zeros(len(scores.total), dtype=torch.bool) if scores.failed is None else scores.failed
 
 
 def _mean(values: list[float]) -> float:

@@ -160,8 +160,9 @@ class RLHFLightningModule(PolicyUpdateModule):
         """`advantage_inputs`: what every estimator gets, and of the rest what it lists."""
         old, sampler, mask = experience.old_log_probs, experience.sampler_log_probs, experience.mask
         inputs: dict[str, Any] = {"rewards": experience.rewards, "mask": mask, "groups": experience.group}
+        greedy = experience.baselines
         more: dict[str, Any] = {
-            "baselines": experience.baselines,
+            "baselines": greedy.clamp(*self.reward_clip) if greedy is not None and self.reward_clip else greedy,
             "parts": experience.parts,
             "part_weights": self.part_weights,
             "old_log_probs": old,
@@ -181,12 +182,18 @@ class RLHFLightningModule(PolicyUpdateModule):
             rollout,
             scores,
             self.strategy.all_gather_objects_dp,
-            baselines=None if rollout.greedy is None else self.scores_of(rollout.greedy).total,
+            baselines=None if rollout.greedy is None else self.greedy_scores(rollout.greedy),
             mask_truncated=self.mask_truncated,
             reward_clip=self.reward_clip,
             data_rank=self.strategy.dp_rank,
         )
         return gathered.to(self.device, non_blocking=True)
+
+    def greedy_scores(self, greedy: Rollout) -> Tensor:
+        """One per prompt; NaN where the engine aborted the response."""
+        total = self.scores_of(greedy).total
+        aborted = torch.tensor([c.finish_reason == "abort" for c in greedy.completions], dtype=torch.bool)
+        return total.masked_fill(aborted.to(total.device), math.nan)
 
     @property
     def needs_old_log_probs(self) -> bool:

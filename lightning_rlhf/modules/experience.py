@@ -74,7 +74,6 @@ def gather_experience(
     scored = total
     if reward_clip is not None:
         total = total.clamp(*reward_clip)
-        everyones = None if everyones is None else everyones.clamp(*reward_clip)
     per_token = torch.zeros(())
     if any(s["tokens"] for s in shares):
         tokens = [row for s in shares for row in s["tokens"] or [torch.zeros(n) for n in s["lengths"]]]

@@ -13,7 +13,7 @@ of -inf.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -46,6 +46,11 @@ class Metrics:
         """Add all elements of ``value`` to the sum ``name``."""
         total = self._own(value).sum()
         self._sums[name] = self._sums[name] + total if name in self._sums else total
+
+    def scale(self, names: Iterable[str], factor: float) -> None:
+        """Multiply those of the sums ``names`` that there are."""
+        for name in self._sums.keys() & set(names):
+            self._sums[name] = self._sums[name] * factor
 
     def max(self, name: str, value: Tensor | float) -> None:
         """Raise the maximum ``name`` to the largest element of ``value``; NaN stays visible. No element, no change."""

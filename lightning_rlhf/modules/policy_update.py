@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -64,6 +63,9 @@ class PolicyUpdateModule(ScoredModule):
         positive_coef: weight of the negative log-likelihood of right responses, a mean over their tokens (VAPO, Yue et al. 2025,
             arXiv:2504.05118, which takes 0.1); right is a reward of at least ``val_success``.
         **kwargs: see `ScoredModule`.
+
+    Attributes:
+        made: share of the last iteration's passes that were made, below 1 where ``target_kl`` ended it.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class PolicyUpdateModule(ScoredModule):
             )
         if clip_dual is not None and clip_dual <= 1.0:
             raise ValueError(f"model.clip_dual must be above 1, or null to switch it off, got {clip_dual}")
+        self.made = 1.0
         self._moved: Metrics
 
     @property
@@ -118,14 +121,15 @@ class PolicyUpdateModule(ScoredModule):
     def refresh_every(self) -> int | None:
         return self.kl.refresh_every
 
-    @cached_property
+    @property
     def flops(self) -> list[Passes]:
-        """What one iteration's update is worth; empty for a model whose FLOPs are not known."""
+        """What the last iteration's update is worth; empty for a model whose FLOPs are not known."""
         return self.update_passes(self.actor)
 
     def update_passes(self, root: Policy | Critic, outputs: int | None = None) -> list[Passes]:
-        """Forward and backward of one role in every epoch."""
-        return passes_of(root, outputs, self.ppo_epochs, self.ppo_epochs)
+        """Forward and backward of one role in every epoch, as far as it got."""
+        epochs = self.ppo_epochs * self.made
+        return passes_of(root, outputs, epochs, epochs)
 
     def policy_loss(
         self, log_probs: Tensor, old_log_probs: Tensor, token_advantages: Tensor, mask: Tensor, **selected: Tensor
@@ -166,6 +170,8 @@ class PolicyUpdateModule(ScoredModule):
                 break
         if self.target_kl is not None:
             metrics.mean("actor/kl_skipped_steps", len(steps) - number + too_far)
+            metrics.scale(("actor/pg_loss", "actor/positive_loss", "critic/vf_loss"), len(steps) / number)
+        self.made = number / len(steps)
         self.step_schedulers()
         return metrics
 
@@ -219,7 +225,7 @@ class PolicyUpdateModule(ScoredModule):
 
         Args:
             weights: each token's share in the global optimizer step.
-            steps: optimizer steps of the iteration (losses are logged as their mean).
+            steps: optimizer steps that the iteration may have (losses are logged as the mean of those that it has).
         """
         rows, width = batch.rows, batch.width
         mask = experience.mask[rows, :width]

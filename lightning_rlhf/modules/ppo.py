@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -95,9 +94,15 @@ class PPOLightningModule(RLHFLightningModule):
         if self.critic is None:
             self.critic = build_critic(self.roles["critic"], self.strategy, seed=self.seed)
 
-    @cached_property
+    @property
+    def trains_actor(self) -> bool:
+        """Whether the critic's warm-up is over."""
+        return self.trainer.fit_loop.total_batch_idx >= self.critic_warmup
+
+    @property
     def flops(self) -> list[Passes]:
-        return self.update_passes(self.actor) + self.update_passes(self.critic, outputs=1)
+        actor = self.update_passes(self.actor) if self.trains_actor else []
+        return actor + self.update_passes(self.critic, outputs=1)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         trained = [p for p in self.critic.parameters() if p.requires_grad]
@@ -129,7 +134,7 @@ class PPOLightningModule(RLHFLightningModule):
         self, experience: Experience, batch: MicroBatch, weights: Float[Tensor, "b T"], metrics: Metrics, steps: int
     ) -> None:
         """The actor's pass, then the critic's: one graph at a time is held in memory."""
-        if self.trainer.fit_loop.total_batch_idx >= self.critic_warmup:
+        if self.trains_actor:
             super().micro_step(experience, batch, weights, metrics, steps)
         rows, width = batch.rows, batch.width
         assert experience.values is not None

@@ -142,6 +142,8 @@ class ModelRoles(pl.LightningModule):
             "roles": {
                 name: settings.description for name, settings in self.roles.items() if name in self.learning_rates
             },
+            "model.kl.refresh_every": self.refresh_every,
+            "model.ema_decay": self.ema_decay,
             "versions": versions(),
         }
 

@@ -168,7 +168,7 @@ class TrainedModule(ModelRoles):
         self.on_validation_epoch_end()
 
 
-def passes_of(root: Policy | Critic, outputs: int | None, forward: int, backward: int) -> list[Passes]:
+def passes_of(root: Policy | Critic, outputs: int | None, forward: float, backward: float) -> list[Passes]:
     """What the update is worth of one role; empty for a model whose FLOPs are not known.
 
     Args:
