@@ -35,6 +35,7 @@ from lightning_rlhf import KL, FSDPUlyssesStrategy, GRPOLightningModule, PPOLigh
 from lightning_rlhf.cli import main
 from lightning_rlhf.modules.critic import build_critic
 from lightning_rlhf.modules.execution import apply_execution
+from lightning_rlhf.modules.frozen_reward import FrozenRewardModel
 from lightning_rlhf.modules.policy import build_policy
 from lightning_rlhf.modules.settings import LoRA, ModelSettings
 from lightning_rlhf.packing import plan as pack_plan
@@ -687,6 +688,20 @@ def test_a_switch_saves_the_bytes_that_it_should(name):
         assert saved == pytest.approx(size, rel=1e-3, abs=1), (phase, part)
         if size > 0:
             assert plain[phase, "total"] > switched[phase, "total"], phase
+
+
+def test_a_reward_model_stays_on_the_gpu_in_rollouts():
+    """Validation asks it while the engine is awake, and so do the rounds of filter_groups."""
+    callback = RolloutCallback(engine=VLLMEngine(), offload_parameters=True)
+    plain, scored = (
+        plan_of(_ppo(reward_model=one), callback).phases for one in (None, FrozenRewardModel("random:tiny"))
+    )
+    for without, held in zip(plain, scored, strict=True):
+        assert (
+            held.parts["reference"] - without.parts["reference"]
+            == scored[2].parts["reference"] - plain[2].parts["reference"]
+        )
+    assert scored[0].parts["reference"] > plain[0].parts["reference"] == 0
 
 
 def test_an_engine_that_sleeps_leaves_its_weights_on_the_host():

@@ -114,7 +114,9 @@ def phases(run: Run, roles: list[Role], options: Options, engine: EngineMemory) 
     if options.rung.offload_optimizer:
         rollout["optimizer"] = 0
     if options.rung.offload_parameters:
-        rollout["parameters"] = rollout["reference"] = 0
+        rollout["parameters"] = 0
+        # a reward model is asked while the engine is awake: in validation, in rounds of filter_groups
+        rollout["reference"] = resident(run, [r for r in roles if r.name != "reference"], options)["reference"]
     found = [Phase("rollout", rollout)]
     if options.evaluates:
         passes = [_transients(run, role, options, backward=False) for role in roles]
