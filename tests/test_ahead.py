@@ -139,8 +139,13 @@ def test_other_data_or_no_async_level_leave_the_responses_of_a_checkpoint_alone(
     run(tmp_path / "plain", engine=engine, async_level=0, ckpt_path=str(tmp_path / "ck"))
     assert engine.threads == ["MainThread"] * 2
     engine = Watched()
-    monkeypatch.setattr(Ahead, "has", lambda self, rows: False)
-    rows, _ = run(tmp_path / "other", 3, engine, ckpt_path=str(tmp_path / "ck"))
+    greedy = module(advantage="remax")  # one more response to each prompt
+    rows, _ = run(tmp_path / "other", 3, engine, greedy, ckpt_path=str(tmp_path / "ck"))
+    assert engine.threads == ["MainThread"]
+    assert "rollout/staleness" not in rows[0]
+    engine = Watched()
+    monkeypatch.setattr(Ahead, "has", lambda self, rows, each: False)
+    rows, _ = run(tmp_path / "data", 3, engine, ckpt_path=str(tmp_path / "ck"))
     assert engine.threads == ["MainThread"]
     assert "rollout/staleness" not in rows[0]
 
@@ -194,8 +199,9 @@ def test_responses_survive_a_checkpoint_to_the_bit():
     state = ahead.state(lambda own: [own, {9: [Completion([8], "stop", [0.0])] * 2}])
     again.load(state)
     assert again.iteration == 4
-    assert again.has([3, 7, 9])
-    assert not again.has([3, 8])
+    assert again.has([3, 7, 9], 2)
+    assert not again.has([3, 8], 2)
+    assert not again.has([3, 7], 3)
     assert again.take([3, 7]) == [*rows[3], *rows[7]]
     assert again.iteration == -1
     assert again.state(lambda own: [own]) == {}

@@ -17,6 +17,7 @@ from lightning_rlhf import (
     GRPOLightningModule,
     IterationCheckpoint,
     LoRA,
+    PPOLightningModule,
     PromptDataModule,
     RolloutCallback,
     Sampling,
@@ -285,6 +286,16 @@ def test_an_iteration_ends_where_the_policy_has_moved_beyond_its_bound(tmp_path)
         ValueError, match=r"model\.target_kl ends an iteration of several optimizer steps, there is one"
     ):
         GRPOLightningModule("random:tiny", target_kl=0.01)
+
+
+def test_an_update_is_worth_what_its_trained_roles_compute(tmp_path):
+    class Noting(PPOLightningModule):
+        def on_train_batch_end(self, *_: Any) -> None:
+            worth.append(len(self.flops))
+
+    worth: list[int] = []
+    fit(Noting(**COMMON, critic_warmup=1), tmp_path, 2, num_generations=2)
+    assert worth == [1, 2]
 
 
 def test_the_likelihood_of_right_responses_is_a_mean_over_their_tokens(tmp_path):

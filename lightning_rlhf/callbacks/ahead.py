@@ -67,9 +67,9 @@ class Ahead:
             self._rows = _by_row(running.rows, collect(running.result))
             self.seconds = running.seconds
 
-    def has(self, rows: Sequence[int]) -> bool:
-        """Whether all prompts of ``rows`` have responses, settled before."""
-        return all(row in self._rows for row in rows)
+    def has(self, rows: Sequence[int], each: int) -> bool:
+        """Whether all prompts of ``rows`` have so many responses, settled before."""
+        return all(len(self._rows.get(row, ())) == each for row in rows)
 
     def take(self, rows: Sequence[int]) -> list[Completion]:
         """The responses to the prompts of ``rows``; none are kept."""
