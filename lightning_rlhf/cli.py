@@ -327,7 +327,9 @@ def readable(message: str) -> str:
     if text.startswith("Expected a typing.Literal["):
         text = f"must be one of {' or '.join([text, *kinds])}" + (f", got {given}" if given else "")
     text = text.replace("Expected a typing.Literal", "")
-    text = re.sub(r"Not of type \w+: (\S+) does not conform to restriction v", r"got \1, must be ", text)
+    # of an optional one the value is not in the reason
+    value = re.compile(r"Not of type \w+: (\S*) ?does not conform to restriction v")
+    text = value.sub(lambda found: f"got {found[1] or given}, must be ", text).replace(" and v<", " and <")
     return ": ".join([".".join(keys), text] if keys else [text]) + _suggestion(text)
 
 
