@@ -45,6 +45,9 @@ _DENIED = {
     **{"msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181)},
     **{"memfd_create": (319, 279), "memfd_secret": (447, 447)},
     **{"add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219)},
+    # what all processes of a user or of the machine have together: watches, requests, disks that are written out
+    **{"inotify_init": (253, None), "inotify_init1": (294, 26), "fanotify_init": (300, 262), "io_setup": (206, 0)},
+    **{"sync": (162, 81), "syncfs": (306, 267), "personality": (135, 92), "modify_ldt": (154, None)},
     # ways around the filter, or into the kernel
     **{"io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "bpf": (321, 280)},
     **{"perf_event_open": (298, 241), "userfaultfd": (323, 282), "open_by_handle_at": (304, 265)},
