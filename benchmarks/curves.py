@@ -7,11 +7,11 @@ python benchmarks/curves.py --model random:tiny --recipes grpo --seeds 0 --steps
 The task is examples/addition.py: 64 prompts x 8 responses of 5 tokens an iteration, reward 1 if the first number is right; every
 ``--every`` iterations, the share of 500 held-out additions that greedy decoding gets right. What a recipe says of its algorithm
 stays; model, reward, data, learning rate, batch and the number of optimizer steps per iteration (``--mini_batches``) are
-the same for all. `OWN` lists what else is changed, and why. TRL (pip install trl==1.16) takes the same rows in an order of its
-own; see trl_learning.py.
+the same for all (dapo generates more: up to four batches an iteration). `OWN` lists what else is changed, and why. TRL (pip
+install trl==1.16) takes the same rows in an order of its own; see trl_learning.py.
 
-Each run is a process; ``--parallel`` of them share the GPU, and then their seconds say nothing. A run whose result lies in
-``--out`` is not run again. Prints a table and writes curves.json there.
+Each run is a process; ``--parallel`` of them share the GPU, and then their seconds say nothing. Curves are added to
+``--results``; those that are there are not run again.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -54,7 +53,8 @@ def parse(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=5e-6)
     parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
-    parser.add_argument("--out", type=Path, default=Path("runs/curves"))
+    parser.add_argument("--results", type=Path, default=Path("runs/curves.json"))
+    parser.add_argument("--out", type=Path, default=Path("runs/curves"), help="logs")
     parser.add_argument("--plot", type=Path, help="a picture of the curves")
     return parser.parse_args(line)
 
@@ -111,10 +111,12 @@ def read_ours(folder: Path) -> list[Point]:
 
 
 def run(recipe: str, seed: int, a: argparse.Namespace) -> list[Point]:
+    """One run in a process of its own.
+
+    Raises:
+        RuntimeError: it failed.
+    """
     folder = (a.out / f"{recipe}-{seed}").resolve()
-    done = folder / "curve.json"
-    if done.exists():
-        return json.loads(done.read_text())["points"]  # type: ignore[no-any-return]
     folder.mkdir(parents=True, exist_ok=True)
     command = our_command(recipe, seed, a, folder)
     if recipe == "trl":
@@ -123,7 +125,6 @@ def run(recipe: str, seed: int, a: argparse.Namespace) -> list[Point]:
         (folder / "spec.json").write_text(json.dumps(spec | {"device": a.device}))
         command = [sys.executable, "-m", "benchmarks.trl_learning", str(folder / "spec.json")]
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}
-    since = time.time()
     with open(folder / "log", "w") as log:
         code = subprocess.run(
             command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=os.environ | settings
@@ -133,8 +134,33 @@ def run(recipe: str, seed: int, a: argparse.Namespace) -> list[Point]:
     points = json.loads((folder / "points.json").read_text()) if recipe == "trl" else read_ours(folder)
     for place, point in enumerate(points):
         point["iteration"] = min(place * a.every, a.steps)
-    done.write_text(json.dumps({"points": points, "seconds": time.time() - since, "parallel": a.parallel}))
     return points  # type: ignore[no-any-return]
+
+
+def measure(a: argparse.Namespace) -> tuple[dict[str, list[list[Point]]], list[str]]:
+    """The curves of each recipe, seed by seed, and what failed; results are written as they come.
+
+    Raises:
+        ValueError: the results that are there are of other work.
+    """
+    work = {name: getattr(a, name) for name in ("steps", "every", "mini_batches", "lr", "parallel", "device")}
+    known = json.loads(a.results.read_text()) if a.results.exists() else {"work": work, "runs": {}}
+    if known["work"] != work:
+        raise ValueError(f"{a.results} is of {known['work']}, not of {work}: give another --results")
+    a.results.parent.mkdir(parents=True, exist_ok=True)
+    runs, failed = known["runs"], []
+    missing = [(r, s) for s in a.seeds for r in a.recipes if str(s) not in runs.get(r, {})]
+    with ThreadPoolExecutor(a.parallel) as pool:
+        futures = {pool.submit(run, recipe, seed, a): (recipe, seed) for recipe, seed in missing}
+        for future in as_completed(futures):
+            recipe, seed = futures[future]
+            if error := future.exception():
+                failed.append(str(error))
+                continue
+            runs.setdefault(recipe, {})[str(seed)] = future.result()
+            a.results.write_text(json.dumps(known))
+    chosen = {r: [runs[r][str(s)] for s in a.seeds if str(s) in runs[r]] for r in a.recipes if r in runs}
+    return chosen, failed
 
 
 def table(curves: dict[str, list[list[Point]]], parallel: int) -> str:
@@ -169,19 +195,16 @@ def plot(curves: dict[str, list[list[Point]]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main(line: Sequence[str] | None = None) -> None:
+def main(line: Sequence[str] | None = None) -> int:
     a = parse(line)
-    jobs = [(recipe, seed) for recipe in a.recipes for seed in a.seeds]
-    with ThreadPoolExecutor(a.parallel) as pool:
-        results = list(pool.map(lambda job: run(*job, a), jobs))
-    curves: dict[str, list[list[Point]]] = {recipe: [] for recipe in a.recipes}
-    for (recipe, _), points in zip(jobs, results, strict=True):
-        curves[recipe].append(points)
-    (a.out / "curves.json").write_text(json.dumps(curves, indent=1))
-    print(table(curves, a.parallel))
-    if a.plot:
-        plot(curves, a.plot)
+    curves, failed = measure(a)
+    if curves:
+        print(table(curves, a.parallel))
+        if a.plot:
+            plot(curves, a.plot)
+    print("\n".join(failed), file=sys.stderr)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -117,6 +118,9 @@ def main(line: Sequence[str] | None = None) -> int:
     parser.add_argument("--kill_at", type=int, default=5, help="iteration, at least 4: a checkpoint lies before it")
     parser.add_argument("--after", type=float, default=0.0, help="seconds")
     parser.add_argument("--rank", type=int, help="default: all processes")
+    parser.add_argument(
+        "--at_once", action="store_true", help="the run left alone beside the other: where both have room"
+    )
     parser.add_argument("--resume_devices", type=int, help="go on on so many; default: as many")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds")
     a, a.others = parser.parse_known_args(line)
@@ -125,8 +129,12 @@ def main(line: Sequence[str] | None = None) -> int:
         folders = [Path(name) / attempt for attempt in ("alone", "killed")]
         for folder in folders:
             folder.mkdir()
-        want = whole(a, folders[0], "run")
-        first, seconds = killed(a, folders[1], "first")
+        with ThreadPoolExecutor() as threads:
+            alone = threads.submit(whole, a, folders[0], "run")
+            if not a.at_once:
+                alone.result()
+            first, seconds = killed(a, folders[1], "first")
+            want = alone.result()
         if a.resume_devices is not None:
             a.others.append(f"--trainer.devices={a.resume_devices}")
         second = whole(a, folders[1], "second")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_rlhf.callbacks.checkpoint import IterationCheckpoint
+    from lightning_rlhf.callbacks.filtering import FilterGroups
     from lightning_rlhf.callbacks.hf_export import HFExport
     from lightning_rlhf.callbacks.memory import Memory
     from lightning_rlhf.callbacks.preemption import Preemption
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "callbacks.checkpoint": ["IterationCheckpoint"],
+    "callbacks.filtering": ["FilterGroups"],
     "callbacks.hf_export": ["HFExport"],
     "callbacks.memory": ["Memory"],
     "callbacks.preemption": ["Preemption"],

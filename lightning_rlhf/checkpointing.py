@@ -1,4 +1,6 @@
-"""Distributed checkpoints of a strategy: a DCP folder, local or remote; parameters without gradient are left out."""
+"""Distributed checkpoints of a strategy: a DCP folder, local or remote; of parameters without gradient those that
+change all the same.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +41,7 @@ class DistributedCheckpoints(ModelParallelStrategy):
         assert self.model is not None
         # not StateDictOptions(ignore_frozen_params=True): it forgets the second name of tied parameters
         frozen = {n for n, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        frozen -= {n for n in frozen if n.startswith(getattr(self.lightning_module, "frozen_in_checkpoints", ()))}
         return {n: t for n, t in get_model_state_dict(self.model).items() if n not in frozen}
 
     @override

@@ -27,6 +27,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 from transformers.utils.logging import disable_progress_bar
 
+from lightning_rlhf.callbacks.filtering import FilterGroups
 from lightning_rlhf.callbacks.preemption import Preemption, checkpoint_of_job, restarts
 from lightning_rlhf.callbacks.progress import IterationProgress
 from lightning_rlhf.callbacks.rollout import RolloutCallback
@@ -280,6 +281,7 @@ def _export_parser(parser: LightningArgumentParser) -> LightningArgumentParser:
     )
     parser.add_argument("--model", type=str, help="Where the model that the run started from is now.")
     parser.add_argument("--config", type=str, help="YAML of the run, for checkpoints that do not say what the run was.")
+    parser.add_argument("--average", action="store_true", help="The moving average of the weights (model.ema_decay).")
     parser.add_argument(
         "--role", type=Literal[("actor", *SCORED)], help="Which model; by default the first that the run trained."
     )
@@ -333,6 +335,7 @@ def _suggestion(text: str) -> str:
         SFTDataModule,
         SupervisedDataModule,
         RolloutCallback,
+        FilterGroups,
         Sampling,
         KL,
         LoRA,

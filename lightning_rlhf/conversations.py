@@ -56,12 +56,13 @@ def demonstration(row: Row, encoder: PromptEncoder, learned: Learned = "completi
         if learned == "completions":
             return turns(messages, encoder)
         if learned == "last":
-            return answer(messages[:-1], messages[-1:], encoder)
+            *before, last = _answered(messages)
+            return answer(before, [last], encoder)
         return [Piece(template(messages, encoder), True)]
     if row.get("prompt") is not None and row.get("completion") is not None:
         pieces = answer(row["prompt"], row["completion"], encoder)
     elif isinstance(row.get("text"), str) and row["text"]:
-        pieces = [Piece(row["text"] + _eos(encoder), True)]
+        pieces = [Piece(_ended(row["text"], encoder), True)]
     else:
         raise ValueError(f"needs messages, prompt and completion, or text, it has {_filled(row)}")
     return [Piece(piece.text, True) for piece in pieces] if learned == "all" else pieces
@@ -100,7 +101,7 @@ def whole(prompt: Any, completion: Any, encoder: PromptEncoder) -> str:
     """The same in one text, with what ends the answer: as reward models read it."""
     asked, reply = _sides(prompt, completion, encoder)
     if isinstance(asked, str):
-        return f"{encoder.render(asked)}{reply}{_eos(encoder)}"
+        return _ended(f"{encoder.render(asked)}{reply}", encoder)
     last = asked[-1]
     if last["role"] == "assistant" and isinstance(completion, str) and isinstance(last["content"], str):
         # the prompt was the beginning of the answer
@@ -112,6 +113,8 @@ def _sides(prompt: Any, completion: Any, encoder: PromptEncoder) -> tuple[Any, A
     """Both as texts, or both as messages where one of them is, or the encoder wraps texts."""
     asked = _checked(prompt, "prompt")
     reply = completion if isinstance(completion, str) else _messages(completion, "answer")
+    if not isinstance(reply, str) and reply[-1]["role"] != "assistant":
+        raise ValueError(f"has a wrong answer: it must end in an assistant message, got one of the {reply[-1]['role']}")
     if isinstance(asked, str) and isinstance(reply, str) and not encoder.chat_template:
         return asked, reply
     return (
@@ -124,7 +127,7 @@ def turns(messages: Sequence[Message], encoder: PromptEncoder) -> list[Piece]:
     """A conversation in pieces: the assistant's turns are learned, what follows the last of them is left out."""
     pieces: list[Piece] = []
     done = ""
-    for i, message in enumerate(messages):
+    for i, message in enumerate(_answered(messages)):
         if message["role"] != "assistant":
             continue
         if i == 0:
@@ -132,9 +135,15 @@ def turns(messages: Sequence[Message], encoder: PromptEncoder) -> list[Piece]:
         before, after = encoder.render(list(messages[:i])), template(messages[: i + 1], encoder)
         pieces += [Piece(_rest(before, done), False), Piece(_rest(after, before), True)]
         done = after
-    if not pieces:
-        raise ValueError("has no assistant message to learn from")
     return pieces
+
+
+def _answered(messages: Sequence[Message]) -> Sequence[Message]:
+    """Up to the last assistant message."""
+    end = max((i for i, message in enumerate(messages, 1) if message["role"] == "assistant"), default=0)
+    if not end:
+        raise ValueError("has no assistant message to learn from")
+    return messages[:end]
 
 
 def template(messages: Sequence[Message], encoder: PromptEncoder) -> str:
@@ -204,9 +213,11 @@ def _is_whole(value: Any) -> bool:
     )
 
 
-def _eos(encoder: PromptEncoder) -> str:
-    return str(encoder.tokenizer.eos_token or "")
+def _ended(text: str, encoder: PromptEncoder) -> str:
+    """A text with one EOS at its end, as in TRL."""
+    eos = str(encoder.tokenizer.eos_token or "")
+    return text if text.endswith(eos) else text + eos
 
 
 def _filled(row: Row) -> str:
-    return ", ".join(name for name, value in row.items() if value is not None) or "no columns"
+    return ", ".join(name for name, value in row.items() if value not in (None, "", [])) or "no columns"

@@ -6,9 +6,11 @@ rows ─▶ pieces (conversations.py) ─▶ ExampleTable ─▶ Examples
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -40,11 +42,13 @@ class ExampleTable:
         numbers: range,
         encoder: PromptEncoder,
         pieces: Callable[[Row], Sequence[Sequence[Piece]]],
+        source: str = "data",
     ) -> ExampleTable:
         """Tokenise the rows ``numbers``.
 
         Args:
             pieces: of each sequence of a row's example.
+            source: of the rows, for errors.
 
         Raises:
             ValueError: a row that is no example; the first such row is named.
@@ -59,19 +63,19 @@ class ExampleTable:
                     if any(not isinstance(one, str) for one in pictures_of(row)):
                         raise ValueError("has images: only rollouts take them")
                     chunk.append(pieces(row))
-                    margins.append(None if row.get("margin") is None else float(row["margin"]))
+                    margins.append(None if row.get("margin") is None else _finite(row["margin"]))
                 except (ValueError, TypeError) as error:
-                    raise ValueError(f"data: row {number} {error}") from error
+                    raise ValueError(f"{source}: row {number} {error}") from error
             flat = iter(tokenise([sequence for example in chunk for sequence in example], encoder))
             for example in chunk:
                 examples.append(tuple(next(flat) for _ in example))
         for number, found in zip(numbers, examples, strict=True):
             if not all(sequence.spans for sequence in found):
-                raise ValueError(f"data: row {number} has nothing to learn: its answer has no tokens")
+                raise ValueError(f"{source}: row {number} has nothing to learn: its answer has no tokens")
         given = [margin for margin in margins if margin is not None]
         if 0 < len(given) < len(margins):
             without = numbers[margins.index(None)]
-            raise ValueError(f"data: row {without} has no margin and others have: give all rows one, or none")
+            raise ValueError(f"{source}: row {without} has no margin and others have: give all rows one, or none")
         return cls(examples, given or None)
 
     def __len__(self) -> int:
@@ -114,3 +118,9 @@ class ExampleTable:
             size=len(chosen[0]) if chosen else 1,
             margins=None if self.margins is None else torch.tensor([self.margins[p] for p in positions]),
         )
+
+
+def _finite(margin: Any) -> float:
+    if not math.isfinite(number := float(margin)):
+        raise ValueError(f"has a margin of {number}: give a number, or leave it out")
+    return number

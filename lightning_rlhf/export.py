@@ -52,6 +52,7 @@ def export_checkpoint(
     dtype: str | None = None,
     model: str | None = None,
     config: str | None = None,
+    average: bool = False,
     role: str | None = None,
 ) -> str:
     """Write a model of a checkpoint as a Hugging Face folder; returns what was written, in words.
@@ -63,6 +64,7 @@ def export_checkpoint(
         dtype: of the tensors; by default bfloat16, of an adapter the one it was trained in.
         model: where the model that the run started from is now, if not where it was.
         config: YAML of the run, for checkpoints that do not say what the run was.
+        average: the moving average of the weights instead of the last ones.
         role: actor, critic or reward_model; by default the first of them that the run trained.
 
     Raises:
@@ -89,8 +91,10 @@ def export_checkpoint(
     settings, precision = _settings(of_run, where), FSDP2Precision(run["precision"])
     head: HeadKind = "tokens"
     root: nn.Module
+    if average and name != "actor":
+        raise ValueError(f"--average is of the actor, the {name} has none: leave --average out")
     if name == "actor":
-        reader = _Reader(checkpoint, index, "state_dict.actor.model.")
+        reader = _Reader(checkpoint, index, "state_dict.actor.model.", "state_dict.average.model." if average else None)
         root, lora = unsharded_actor(settings, precision, None if where == TINY else model or of_run["model"])
     else:
         reader = _Reader(checkpoint, index, f"state_dict.{name}.")
@@ -112,6 +116,7 @@ def export_checkpoint(
         trust, changes = settings.trust_remote_code, settings.config_overrides
         write_folder(target, tensors, settings.path, tokenizer, trust, changes, kind, head)
         what = (type(root).__name__ if head == "tokens" else name) + (" with its adapter merged" if lora else "")
+    what = f"average of {what}" if average else what
     return f"{what} of iteration {metadata['global_step']} in {target}"
 
 
@@ -133,18 +138,24 @@ def _named(
 class _Reader(restricted.Reader):
     """Of a checkpoint's tensors.
 
+    Args:
+        prefix: of the tensors of a role.
+        average: of moving averages, which take the places of what they are of.
+
     Attributes:
         tensors: shapes and dtypes of those of one role, by their names without ``prefix``.
     """
 
-    def __init__(self, path: str, index: Any, prefix: str) -> None:
+    def __init__(self, path: str, index: Any, prefix: str, average: str | None = None) -> None:
         super().__init__(path, index)
-        self.name, self.prefix = path, prefix
-        self.tensors = {
-            key.removeprefix(prefix): entry
-            for key, entry in index.state_dict_metadata.items()
-            if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-        }
+        self.name = path
+        entries, self._keys = index.state_dict_metadata, dict[str, str]()
+        for begin in (prefix,) if average is None else (prefix, average):
+            own = [key for key in entries if key.startswith(begin) and isinstance(entries[key], TensorStorageMetadata)]
+            self._keys |= {key.removeprefix(begin): key for key in own}
+        if average is not None and not own:
+            raise ValueError(f"{path!r} has no average, it was trained without model.ema_decay: leave --average out")
+        self.tensors = {name: entries[key] for name, key in self._keys.items()}
 
     def load(self, entries: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
         """Full tensors, put together from whatever shards there are."""
@@ -152,7 +163,7 @@ class _Reader(restricted.Reader):
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process.*")  # it is
-                dcp.load({f"{self.prefix}{n}": t for n, t in tensors.items()}, storage_reader=self, no_dist=True)
+                dcp.load({self._keys[n]: t for n, t in tensors.items()}, storage_reader=self, no_dist=True)
         except CheckpointException as error:
             reason = next((f"{type(e).__name__}: {e}" for e, _ in error.failures.values()), str(error))
             raise ValueError(f"{self.name!r} cannot be read: {reason.splitlines()[0]}") from error

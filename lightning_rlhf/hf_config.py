@@ -21,6 +21,12 @@ def class_of(config: Any, head: HeadKind) -> Any:
     return AutoModelForSequenceClassification if head == "score" else AutoModelForTokenClassification
 
 
+def padding_of(config: Any, tokenizer: Any) -> int | None:
+    """The padding token of a classifier, by which transformers finds the last token; an EOS may double as it, as in TRL."""
+    ids = (config.get_text_config().pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((one for one in ids if one is not None), None)
+
+
 def load_config(path: str, overrides: Mapping[str, Any] | None = None, trust_remote_code: bool = False) -> Any:
     """The config of a folder or a hub id, changed by ``overrides``.
 

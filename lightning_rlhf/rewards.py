@@ -213,13 +213,16 @@ class RewardModel:
             raise ValueError(f"RewardModel.dtype must name a torch dtype such as bfloat16 or float32, got {dtype!r}")
         self.path, self.dtype, self.batch_size, self.device = path, dtype, batch_size, device
         self.chat_template = chat_template
-        self._loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
+        self._loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase, int | None] | None = None
         self._lock = threading.Lock()  # fast tokenizers are not made for several threads
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
         with self._lock, torch.inference_mode():
-            model, tokenizer = self._loaded = self._loaded or self._load()
+            model, tokenizer, padding = self._loaded = self._loaded or self._load()
             ids = [self._ids(tokenizer, p, c) for p, c in zip(prompts, completions, strict=True)]
+            for one in ids:
+                while len(one) > 1 and one[-1] == padding:  # as in transformers, also if an EOS doubles as padding
+                    one.pop()
             order = sorted(range(len(ids)), key=lambda i: len(ids[i]))  # neighbours of like length need little padding
             scores = dict[int, float]()
             for start in range(0, len(order), self.batch_size):
@@ -227,7 +230,7 @@ class RewardModel:
                 scores.update(zip(batch, _classify(model, [ids[i] for i in batch]), strict=True))
         return [scores[i] for i in range(len(ids))]
 
-    def _load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    def _load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, int | None]:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -241,7 +244,8 @@ class RewardModel:
             raise RewardError(f"cannot load {self.path!r} as a model with one label ({reason})") from error
         if lacking := ", ".join(sorted(report["missing_keys"])):  # a language model: the head would be random
             raise RewardError(f"needs a trained reward model, but {self.path!r} lacks {lacking}")
-        return model.to(device).eval().requires_grad_(False), tokenizer
+        model = model.to(device).eval().requires_grad_(False)
+        return model, tokenizer, model.config.get_text_config().pad_token_id
 
     def _ids(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Completion) -> list[int]:
         if isinstance(prompt, str) and not self.chat_template:
@@ -258,8 +262,8 @@ class RewardModel:
 def _classify(model: PreTrainedModel, batch: list[list[int]]) -> list[float]:
     """Scores of right-padded sequences.
 
-    Classification heads find the last token as the last that is not the padding id. An id that no sequence contains is
-    therefore the padding: an EOS that doubles as padding id would not be counted as a token.
+    Classification heads find the last token as the last that is not the padding id, which a model need not have: an id that no
+    sequence contains is taken for it.
     """
     longest, config = max(map(len, batch)), model.config.get_text_config()
     unused = set(range(config.vocab_size)).difference(*batch)

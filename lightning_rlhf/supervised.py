@@ -83,6 +83,7 @@ class SupervisedDataModule(pl.LightningDataModule, ABC):
         self.system_prompt, self.tokenizer = system_prompt, tokenizer
         self.train_table: ExampleTable | None = None
         self.val_table: ExampleTable | None = None
+        self._module: pl.LightningModule | None = None
 
     @abstractmethod
     def pieces(self, row: Row) -> Sequence[Sequence[Piece]]:
@@ -112,21 +113,21 @@ class SupervisedDataModule(pl.LightningDataModule, ABC):
         _ = self.train_rows, self.val_rows
 
     def setup(self, stage: str) -> None:
-        """Tokenise and check; a second call does nothing.
+        """Tokenise and check; a second call for the same module does nothing.
 
         Raises:
             ValueError: a row that is no example, or fewer rows than one batch.
         """
+        if (module := None if self.trainer is None else self.trainer.lightning_module) is not self._module:
+            # another tokenizer, and a reward model reads pairs in another way than DPO
+            self._module, self.train_table, self.val_table = module, None, None
+            self.__dict__.pop("_encoder", None)
         size = len(self.train_rows)
         validates = self.val_rows is not None or self.val_size > 0
         if not validates and stage != "fit":
             raise ValueError("data has no validation rows: set val_path, val_split or val_size")
         if not validates and self.trainer is not None:
             self.trainer.limit_val_batches = 0  # an empty loader would draw a warning, and hooks would run for nothing
-        if validates and self.val_table is None:
-            rows = self.val_rows or self.train_rows
-            first = 0 if self.val_rows else size - self.val_size
-            self.val_table = self._table("validation", rows, range(first, len(rows)))
         if stage == "fit" and self.train_table is None:
             self.train_table = self._table("training", self.train_rows, range(size - self.val_size))
             if len(self.train_table) < self.batch_size:
@@ -134,16 +135,21 @@ class SupervisedDataModule(pl.LightningDataModule, ABC):
                     f"data.batch_size={self.batch_size} is more than the {len(self.train_table)} training rows there are:"
                     " lower it, or add data"
                 )
+        if validates and self.val_table is None:
+            rows = self.val_rows or self.train_rows
+            first = 0 if self.val_rows else size - self.val_size
+            self.val_table = self._table("validation", rows, range(first, len(rows)))
 
     def _table(self, which: str, rows: Rows, numbers: range) -> ExampleTable:
-        table = ExampleTable.build(rows, numbers, self._encoder, self.pieces)
+        source = "data" if rows is self.train_rows else "data.val_path" if self.val_path else "data.val_split"
+        table = ExampleTable.build(rows, numbers, self._encoder, self.pieces, source)
         limit = self.max_length
         if limit is None or max(table.lengths, default=0) <= limit:
             return table
         if self.overlong == "error":
             number, length = next((n, size) for n, size in zip(numbers, table.lengths, strict=True) if size > limit)
             raise ValueError(
-                f"data: row {number} has a sequence of {length} tokens, more than data.max_length={limit}: raise it, or set"
+                f"{source}: row {number} has a sequence of {length} tokens, more than data.max_length={limit}: raise it, or set"
                 " data.overlong: drop"
             )
         kept = table.where([length <= limit for length in table.lengths])
@@ -156,8 +162,7 @@ class SupervisedDataModule(pl.LightningDataModule, ABC):
 
     @cached_property
     def _encoder(self) -> PromptEncoder:
-        module = None if self.trainer is None else self.trainer.lightning_module
-        tokenizer = tokenizer_of(self.tokenizer) if self.tokenizer else getattr(module, "tokenizer", None)
+        tokenizer = tokenizer_of(self.tokenizer) if self.tokenizer else getattr(self._module, "tokenizer", None)
         if tokenizer is None:
             raise ValueError("data.tokenizer must be given when the module has no attribute tokenizer")
         return PromptEncoder(tokenizer, self.chat_template, self.system_prompt, self.chat_template_args)
@@ -212,7 +217,7 @@ class SFTDataModule(SupervisedDataModule):
     """Demonstrations: ``messages``, ``prompt`` and ``completion``, or ``text``; see `conversations`.
 
     Args:
-        train_on: completions: every assistant turn, or the completion; last: of messages the last turn alone; all: prompts, too.
+        train_on: completions: every assistant turn, or the completion; last: of messages the last of them; all: prompts, too.
         **kwargs: see `SupervisedDataModule`.
     """
 
@@ -238,7 +243,6 @@ class PreferenceDataModule(SupervisedDataModule):
 
     def pieces(self, row: Row) -> Sequence[Sequence[Piece]]:
         prompt, *sides = preference(row)
-        module = self.trainer and self.trainer.lightning_module
-        if getattr(module, "ends_only", False):  # in one piece, as scores will be asked for
+        if getattr(self._module, "ends_only", False):  # in one piece, as scores will be asked for
             return [[Piece(whole(prompt, side, self._encoder), True)] for side in sides]
         return [answer(prompt, side, self._encoder) for side in sides]

@@ -95,6 +95,11 @@ class Sampling:
                 raise ValueError(f"sampling.{name} must be {what}, got {getattr(self, name)}")
 
     @property
+    def greedy(self) -> Sampling:
+        """One response of the likeliest tokens, else the same."""
+        return replace(self, num_generations=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+
+    @property
     def truncated(self) -> bool:
         """Whether the sampler renormalises over a part of the vocabulary (its log-probs are then not the policy's)."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
@@ -153,7 +158,8 @@ class Completion:
 class Rollout(_Movable):
     """The responses of one data rank: what the `RolloutCallback` adds to the batch as ``batch["rollout"]``.
 
-    ``group`` is the prompt's row in the data set: members of a group share it, whichever rank they live on.
+    ``group`` is the prompt's row in the data set: members of a group share it, whichever rank they live on. ``greedy`` has the
+    greedy response to each prompt, for estimators that take its score as a baseline; it is scored, and trained on never.
     """
 
     prompts: Prompts
@@ -162,11 +168,23 @@ class Rollout(_Movable):
     group: Int[Tensor, "B"]
     mask: Float[Tensor, "B T"]
     sampler_log_probs: Float[Tensor, "B T"] | None = None
+    greedy: Rollout | None = None
 
     @classmethod
-    def build(cls, prompts: Prompts, completions: list[Completion], sampling: Sampling) -> Rollout:
-        """Align ragged completions: masks from lengths, log-probs beside them when every completion has some."""
+    def build(
+        cls, prompts: Prompts, completions: list[Completion], sampling: Sampling, with_greedy: bool = False
+    ) -> Rollout:
+        """Align ragged completions: masks from lengths, log-probs beside them when every completion has some.
+
+        Args:
+            with_greedy: behind the sampled responses to each prompt comes its greedy one.
+        """
         n = sampling.num_generations
+        if with_greedy:
+            last = slice(n, None, n + 1)
+            greedy = cls.build(prompts, completions[last], sampling.greedy)
+            sampled = [c for i, c in enumerate(completions) if i % (n + 1) < n]
+            return replace(cls.build(prompts, sampled, sampling), greedy=greedy)
         if len(completions) != len(prompts) * n:
             raise ValueError(
                 f"{len(prompts)} prompts with {n} responses each need {len(prompts) * n} completions, got {len(completions)}"
@@ -215,7 +233,9 @@ class Experience(_Movable):
     or without a score) takes part in nothing. ``old_log_probs`` is None when the update's own forward pass stands for it (one
     optimizer step per rollout: the ratio is exactly 1). ``importance`` are the weights of a rollout correction that was computed
     over the iteration and ``importance_mean`` what they are divided by; ``chosen`` are the tokens of an optimizer step that its
-    loss treats differently.
+    loss treats differently. ``baselines`` are the scores of the greedy responses to each response's prompt, ``sum_pi_squared`` is
+    Σ_v π_old(v)² over the vocabulary at each token. ``scores`` are the rewards of whole responses as they were given (NaN where
+    there is none), ``positive`` the shares of tokens in the likelihood of right responses that an optimizer step adds.
 
     Pictures do not travel: if any prompt has some, ``home`` is the data rank of each row, on which alone it is computed, and
     ``images`` has those of this data rank by row, one object for all responses to a prompt.
@@ -238,6 +258,10 @@ class Experience(_Movable):
     importance: Float[Tensor, "G T"] | None = None
     importance_mean: float = 1.0
     chosen: Bool[Tensor, "G T"] | None = None
+    baselines: Float[Tensor, "G"] | None = None
+    sum_pi_squared: Float[Tensor, "G T"] | None = None
+    scores: Float[Tensor, "G"] | None = None
+    positive: Float[Tensor, "G T"] | None = None
     home: list[int] | None = None
     images: dict[int, PromptImages] = field(default_factory=dict)
 

@@ -311,18 +311,23 @@ def test_another_kl_coefficient_is_seen_by_the_replay(monkeypatch):
 @pytest.mark.slow
 def test_curves_of_recipes_are_measured_once_per_seed_and_summed_up(tmp_path, capsys):
     curves = import_module("benchmarks.curves")
+    results = tmp_path / "results/curves.json"
     line = ["--model", "random:tiny", "--steps", "2", "--every", "1", "--device", "cpu", "--out", str(tmp_path)]
-    line += ["--recipes", "grpo", "vapo", "--seeds", "0", "1", "--plot", str(tmp_path / "curves.png")]
-    curves.main(line)
-    rows = [row.split("|")[1:-1] for row in capsys.readouterr().out.splitlines() if row.startswith("|")]
+    line += ["--recipes", "grpo", "vapo", "--plot", str(tmp_path / "curves.png"), "--results", str(results)]
+    assert curves.main([*line, "--seeds", "0"]) == 0
+    one = json.loads(results.read_text())["runs"]
+    assert curves.main([*line, "--seeds", "0", "1"]) == 0
+    rows = [row.split("|")[1:-1] for row in capsys.readouterr().out.splitlines() if row.startswith("|")][-4:]
     assert [cell.strip() for cell in rows[0]] == ["held-out accuracy after", "0", "1", "2", "s an iteration"]
     assert [row[0].strip() for row in rows[2:]] == ["grpo", "vapo"]
     assert (tmp_path / "curves.png").stat().st_size > 1000
-    points = json.loads((tmp_path / "vapo-1/curve.json").read_text())["points"]
-    assert [point["iteration"] for point in points] == [0, 1, 2]
-    before = (tmp_path / "grpo-0/curve.json").stat().st_mtime_ns
-    curves.main(line)  # what is there is not run again
-    assert (tmp_path / "grpo-0/curve.json").stat().st_mtime_ns == before
+    two = json.loads(results.read_text())["runs"]
+    assert [point["iteration"] for point in two["vapo"]["1"]] == [0, 1, 2]
+    assert {recipe: runs["0"] for recipe, runs in two.items()} == {recipe: runs["0"] for recipe, runs in one.items()}
+    with pytest.raises(ValueError, match="give another --results"):
+        curves.main([*line, "--steps", "3"])
+    assert curves.main([*line, "--seeds", "0", "--recipes", "grpo", "no_such_recipe"]) == 1
+    assert "no_such_recipe, seed 0 ended with" in capsys.readouterr().err
 
 
 def test_a_curve_is_the_mean_of_its_seeds_with_their_range():

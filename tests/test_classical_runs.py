@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from classical import KINDS, demonstrations, head_of, learned, pairs, train
+from test_classical import folder_of
 from toys import command, quiet_trainer, spawn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, GraniteConfig
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, GraniteConfig
 
 from lightning_rlhf import LoRA, PreferenceDataModule, PromptDataModule, SFTDataModule
 from lightning_rlhf.cli import main
@@ -152,6 +153,31 @@ def test_an_exported_reward_model_scores_in_transformers_as_it_did_here(lora, tm
     torch.testing.assert_close(head_of(more), model.score.weight[0].detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("padding", ["eos", None])
+def test_scores_are_those_of_transformers_when_the_eos_is_the_padding_token(padding, tmp_path):
+    """Transformers then reads the score before it. Without a padding token the EOS is it, or no batch could be scored."""
+    own = folder_of(1, str(tmp_path))
+    tokenizer = AutoTokenizer.from_pretrained(own)
+    tokenizer.pad_token = padding and tokenizer.eos_token
+    tokenizer.save_pretrained(own)
+    AutoConfig.from_pretrained(own, pad_token_id=None).save_pretrained(own)
+    module, rows = train("reward", tmp_path / "run", 4, model={"model": own, "lr": 1e-4})
+    model = AutoModelForSequenceClassification.from_pretrained(export(tmp_path, module))
+    assert model.config.pad_token_id == tokenizer.eos_token_id
+    for side in ("chosen", "rejected"):
+        mean = sum(score(model, tokenizer, row["prompt"] + row[side]) for row in pairs()[-4:]) / 4
+        assert rows[-1][f"val/heldout/rewards/{side}"] == pytest.approx(mean, rel=1e-4, abs=1e-5)
+
+
+def test_data_that_a_reward_model_has_read_is_read_anew_for_dpo():
+    data = PreferenceDataModule("classical.pairs", batch_size=24, shuffle=False)
+    seen = []
+    for module in (KINDS["reward"][0], KINDS["dpo"][0]):
+        quiet_trainer(max_steps=1, enable_checkpointing=False).fit(module("random:tiny"), datamodule=data)
+        seen.append(data.train_table.take([0]).prompt_lengths)
+    assert seen == [[1, 1], [4, 4]]  # 2+4=
+
+
 @pytest.mark.parametrize(
     ("kind", "other", "message"),
     [
@@ -189,6 +215,16 @@ def test_a_plan_says_that_it_is_for_rollouts(capfd):
 def test_what_cannot_work_is_refused_before_the_model_is_loaded(kind, options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         train(kind, tmp_path, 1, model=options)
+
+
+def test_a_reward_model_starts_from_no_adapter(tmp_path):
+    module, _ = train("sft", tmp_path, 1, model={"lora": LoRA(r=4)})
+    module.trainer.save_checkpoint(tmp_path / "state.ckpt")
+    export_checkpoint(str(tmp_path / "state.ckpt"), str(tmp_path / "adapter"), adapter=True)
+    with pytest.raises(
+        ValueError, match=r"model\.lora\.adapter is a policy's, that of a reward model starts anew: merge"
+    ):
+        KINDS["reward"][0]("random:tiny", lora=LoRA(r=4, adapter=str(tmp_path / "adapter")))
 
 
 def test_a_reward_model_that_could_not_be_loaded_is_refused_before_its_weights_are(tmp_path):

@@ -48,7 +48,10 @@ def label(row: dict[str, Any], encoder: PromptEncoder, *args: Any) -> Labelled:
         ({"prompt": "1+1=", "completion": "2"}, "all", ["+1=", f"2{EOS}"]),
         ({"text": "abc"}, "completions", [f"bc{EOS}"]),
         ({"messages": TALK}, "completions", ["1\n", "22\n"]),
+        ({"prompt": "1+1=", "completion": f"2{EOS}"}, "completions", [f"2{EOS}"]),
+        ({"text": f"abc{EOS}"}, "completions", [f"bc{EOS}"]),
         ({"messages": TALK[:4]}, "last", ["22\n"]),
+        ({"messages": TALK}, "last", ["22\n"]),
         ({"messages": TALK[:2]}, "all", ["ser: one?\nassistant: 1\n"]),
         ({"prompt": TALK[:3], "completion": TALK[3:4]}, "completions", ["22\n"]),
         ({"prompt": TALK[:3], "completion": "22"}, "completions", ["22\n"]),
@@ -129,6 +132,18 @@ BAD = {
         "pairs",
         {"chosen": TALK[:2], "rejected": TALK[2:4]},
     ),
+    "needs chosen and rejected, and a prompt unless they are conversations; it has prompt, rejected": (
+        "pairs",
+        {"prompt": "a", "chosen": "", "rejected": "b"},
+    ),
+    "has a wrong answer: it must end in an assistant message, got one of the user": (
+        "pairs",
+        {"chosen": TALK[:3], "rejected": [*TALK[:2], TALK[4]]},
+    ),
+    "has a margin of nan: give a number, or leave it out": (
+        "pairs",
+        {"prompt": "a", "chosen": "b", "rejected": "c", "margin": float("nan")},
+    ),
     "could not convert string to float: 'much'": (
         "pairs",
         {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "much"},
@@ -156,6 +171,12 @@ def test_a_wrong_row_is_one_error_that_names_it(message):
         data_of(kind, GOOD[kind], row).setup("fit")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_row_of_the_validation_data_is_told_from_one_of_the_training_data(tmp_path):
+    (tmp_path / "held.jsonl").write_text(json.dumps({"question": "a"}))
+    with pytest.raises(ValueError, match=r"^data\.val_path: row 0 needs messages"):
+        data_of("sft", GOOD["sft"], val_path=str(tmp_path / "held.jsonl")).setup("fit")
 
 
 def test_margins_are_there_for_all_pairs_or_for_none():

@@ -39,6 +39,7 @@ OWNERS: dict[str, tuple[type, ...]] = {
     "rollout.sampling": (lightning_rlhf.Sampling,),
     "rollout.val_sampling": (lightning_rlhf.Sampling,),
     "rollout.engine": (VLLMEngine,),
+    "rollout.filter_groups": (lightning_rlhf.FilterGroups,),
     "data": (
         lightning_rlhf.PromptDataModule,
         lightning_rlhf.SFTDataModule,
@@ -99,6 +100,10 @@ def logs_a_metric(completions: list[str], log_metric: Callable[[str, float], Non
     return [float(len(text)) for text in completions]
 
 
+def above_greedy(*, rewards, values, baselines, mask, **_: Any) -> Any:
+    return (rewards - baselines[:, None]) * mask, values
+
+
 def test_the_list_of_metrics_names_what_is_logged_and_nothing_else(tmp_path: Path) -> None:
     """Of runs with everything that logs: two iterations, so that what follows the first is seen, too."""
     observers = [
@@ -116,8 +121,11 @@ def test_the_list_of_metrics_names_what_is_logged_and_nothing_else(tmp_path: Pat
         "model.reward": "[test_docs.logs_a_metric]",
     }
     corrected = {"model.correction": "{reject: {token_k2: 10.0}}", "model.kl": "{coef: 0.01, target: 0.1}"}
+    everything = {"filter_groups.max_num_gen_batches": 2, "sampling.num_generations": 2, "offload_optimizer": True}
+    loss = {"positive_coef": 0.1, "target_kl": 1.0, "advantage": "test_docs.above_greedy"}
+    first = {f"rollout.{key}": value for key, value in everything.items()} | {f"model.{k}": v for k, v in loss.items()}
     logged = set()
-    for more in ({"rollout.offload_optimizer": True}, {"rollout.async_level": 1, **corrected}):
+    for more in (first, {"rollout.async_level": 1, **corrected}):
         line = [f"--{key}={value}" for key, value in (options | more).items()]
         command("fit", "--config", str(ROOT / "configs/tiny_ppo.yaml"), *line)
         file = max(tmp_path.rglob("metrics.csv"), key=lambda p: p.stat().st_mtime_ns)

@@ -49,6 +49,28 @@ def test_groups_of_all_ranks_come_in_the_order_of_the_data_set():
     assert experience.sampler_log_probs.tolist() == [[0, 0, 0], [-2.5, -3, 0], [-0.5, -1, -1.5], [-2, 0, 0]]
 
 
+def test_baselines_go_with_the_responses_of_their_prompt_and_one_that_is_missing_leaves_these_out():
+    shares, scores = [], Scores(torch.ones(2))
+    parts = [(HERE, torch.tensor([0.25])), (replace(THERE, completions=HERE.completions), torch.tensor([torch.nan]))]
+    for part, baselines in parts:
+        gather_experience(part, scores, lambda share: shares.append(share) or [share], baselines=baselines)
+    experience = gather_experience(HERE, scores, lambda share: shares, baselines=parts[0][1])
+    assert experience.group.tolist() == [3, 3, 7, 7]
+    assert experience.baselines[2:].tolist() == [0.25, 0.25]
+    assert experience.mask.any(1).tolist() == [False, False, True, True]
+
+
+def test_a_data_rank_without_responses_adds_none():
+    shares = []
+    nothing = rollout([], [])
+    for part, scores in ((HERE, [1.0, 0.0]), (nothing, [])):
+        gather_experience(part, Scores(torch.tensor(scores)), lambda share: shares.append(share) or shares)
+    experience = gather_experience(nothing, Scores(torch.tensor([])), lambda share: shares, data_rank=1)
+    assert experience.group.tolist() == [7, 7]
+    assert experience.sequences[0].tolist() == [107, 207, 1, 2, 3]
+    assert experience.sampler_log_probs.shape == (2, 3)
+
+
 def test_pictures_stay_on_the_data_rank_of_their_prompt():
     shown = object()
     prompts = replace(HERE.prompts, images=[shown])

@@ -12,7 +12,15 @@ from test_runs import QUIET, assert_equal_runs, run
 from toys import TINY_MODULE, even_tokens, fit, spawn
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer, LlamaConfig
 
-from lightning_rlhf import GRPOLightningModule, IterationCheckpoint, LoRA, ModelSettings, PPOLightningModule
+from lightning_rlhf import (
+    FilterGroups,
+    GRPOLightningModule,
+    IterationCheckpoint,
+    LoRA,
+    ModelSettings,
+    PPOLightningModule,
+    RolloutCallback,
+)
 from lightning_rlhf.export import export_checkpoint
 from lightning_rlhf.modules.batching import Split
 from lightning_rlhf.modules.critic import build_critic, check_model
@@ -29,7 +37,7 @@ PROMPTS = [[{"role": "user", "content": "1+1"}], [{"role": "user", "content": "W
 TEXTS = ["2", "That would be 81.", ""]
 
 
-def reward_model(folder: Path, labels: int = 1, shift: int = 0) -> str:
+def reward_model(folder: Path, labels: int = 1, shift: int = 0, padding: int = 0) -> str:
     """A random one with a chat template of its own; of another vocabulary with ``shift``."""
     size = len(write_byte_tokenizer(folder))
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -43,7 +51,7 @@ def reward_model(folder: Path, labels: int = 1, shift: int = 0) -> str:
         num_key_value_heads=2,
         **sizes,
         num_labels=labels,
-        pad_token_id=0,
+        pad_token_id=padding,
         max_position_embeddings=64,
     )
     model = AutoModelForSequenceClassification.from_config(config)
@@ -98,6 +106,39 @@ def test_scores_are_those_of_transformers_in_its_own_template_on_any_mesh(tmp_pa
     torch.testing.assert_close(own_scores(0, folder, 1, 40, {}, "bf16-mixed"), rounded, rtol=0.05, atol=0.02)
 
 
+def test_scores_are_those_of_transformers_when_the_eos_is_the_padding_token(tmp_path):
+    """Transformers then reads the score before it, or of nothing but padding at the first token."""
+    folder = reward_model(tmp_path, padding=1)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.eos_token_id == 1
+    texts = ["[user]1+1</s>[assistant]2</s>", f"plain{tokenizer.eos_token}", tokenizer.eos_token * 3]
+    model, strategy = FrozenRewardModel(folder), strategy_of(1)
+    root = build_reward_model(model.settings(ModelSettings("random:tiny")), strategy)
+    split = Split(1, 0, 1, 0, 4096, float, strategy.root_device)
+    ids = [torch.tensor(tokenizer.encode(text)) for text in texts]
+    found = scores_of_all(root, ids, strategy, split, 64)
+    torch.testing.assert_close(found, stock_scores(folder, texts, torch.float32), rtol=1e-4, atol=1e-5)
+
+
+class Watched(GRPOLightningModule):
+    """Notes for each scoring how many parameters of the reward model are on the host, and how many others."""
+
+    def score(self, rollout):
+        callback = next(c for c in self.trainer.callbacks if isinstance(c, RolloutCallback))
+        own = {id(parameter) for parameter in self.reward_model.parameters()}
+        away = [key for key, _ in callback._host._away]
+        self.found = [*getattr(self, "found", []), (self.trainer.training, sum(k in own for k in away), len(away))]
+        return super().score(rollout)
+
+
+def test_the_model_stays_where_it_is_while_it_scores_between_generations(tmp_path):
+    module = Watched(**TINY_MODULE, reward_model=FrozenRewardModel(reward_model(tmp_path)))
+    rollout = {"offload_parameters": True, "filter_groups": FilterGroups(max_num_gen_batches=1)}
+    fit(module, tmp_path / "run", 1, rollout=rollout, num_generations=2)
+    assert [(training, own) for training, own, _ in module.found] == [(True, 0)]
+    assert module.found[0][2] > 10
+
+
 def test_a_sequence_that_the_model_cannot_take_has_no_score(tmp_path):
     strategy, model = strategy_of(1), FrozenRewardModel(reward_model(tmp_path))
     root = build_reward_model(model.settings(ModelSettings("random:tiny")), strategy)
@@ -125,7 +166,7 @@ def test_it_is_summed_with_the_functions_by_weight_and_the_policy_follows_it(tmp
         total = 2 * row["reward/even_tokens/mean"] + 0.5 * row["reward/reward_model/mean"]
         assert row["reward/mean"] == pytest.approx(total, abs=1e-4)
     assert module.part_weights == [2.0, model.weight]
-    assert module.estimator_inputs(module.last_experience)["parts"].shape[1] == 2
+    assert module.last_experience.parts.shape[1] == 2
     alone = GRPOLightningModule(**TINY_MODULE | {"lr": 1e-2}, reward_model=model, advantage="gdpo")
     rows = fit(alone, tmp_path / "alone", 25, num_generations=8)
     assert rows[0]["reward/mean"] == pytest.approx(0.5 * rows[0]["reward/reward_model/mean"])
@@ -183,9 +224,39 @@ def test_a_prompt_that_goes_on_in_the_response_is_one_turn_of_its_template(tmp_p
     ],
 )
 def test_what_is_no_reward_model_is_refused(make, message, tmp_path):
-    settings = FrozenRewardModel(make(tmp_path)).settings(ModelSettings("random:tiny"))
+    """Before the policy is loaded."""
+    module = GRPOLightningModule(**TINY_MODULE, reward_model=FrozenRewardModel(make(tmp_path / "rm")))
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        build_reward_model(settings, strategy_of(1))
+        fit(module, tmp_path / "run", 1)
+    assert module.actor is None
+
+
+def reward_model_of_mine(completions, **_):
+    return [1.0] * len(completions)
+
+
+def test_a_function_of_its_name_is_refused_beside_it(monkeypatch):
+    """One of the two would be left out, and the other have both weights."""
+    monkeypatch.setattr(reward_model_of_mine, "__name__", "reward_model")
+    with pytest.raises(
+        ValueError, match=r"model\.reward: a function called reward_model has no name of its own beside"
+    ):
+        GRPOLightningModule(**TINY_MODULE, reward=[reward_model_of_mine], reward_model=FrozenRewardModel("any"))
+
+
+def test_a_policy_does_not_start_from_a_reward_model(tmp_path):
+    module = GRPOLightningModule(**TINY_MODULE | {"model": reward_model(tmp_path / "rm")}, reward=[even_tokens])
+    with pytest.raises(
+        ValueError, match=r"model\.model: .* is a LlamaForSequenceClassification, its language-model head would"
+    ):
+        fit(module, tmp_path / "run", 1)
+
+
+def test_a_critic_of_several_labels_is_refused_before_the_policy_is_loaded(tmp_path):
+    module = PPOLightningModule(**TINY_MODULE, critic=reward_model(tmp_path / "rm", labels=2), reward=[even_tokens])
+    with pytest.raises(ValueError, match=r"model\.critic: .* has 2 labels, it must have one"):
+        fit(module, tmp_path / "run", 1)
+    assert module.actor is None
 
 
 # -- a critic that starts from one ---------------------------------------------------------------------------------------------

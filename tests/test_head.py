@@ -50,19 +50,23 @@ def compare(
     labels = torch.randint(vocab - banned, (rows,), device=device)
     labels[0], labels[-1] = 0, vocab - banned - 1
     weights = torch.randn(2, rows, device=device)
-    got = head(h, labels, temperature, with_entropy)
+    got = head(h, labels, temperature, with_entropy, True)
     inputs = {"hidden": h, **dict(head.named_parameters())}
     exact = {name: t.detach().double().requires_grad_() for name, t in inputs.items()}
     log_probs, entropy = plain_log_probs(
         exact["hidden"], exact["weight"], exact.get("bias"), labels, temperature, softcap, logit_scale
     )
     want = (log_probs, entropy if with_entropy else 0.0 * entropy)
-    found = {"log_probs": (got[0], want[0]), "entropy": (got[1], want[1])}
+    logits = nn.functional.linear(*(exact.get(name) for name in ("hidden", "weight", "bias"))) * logit_scale
+    logits = logits if softcap is None else (logits / softcap).tanh() * softcap
+    squares = (logits / temperature).softmax(-1).square().sum(-1)
+    found = {"log_probs": (got[0], want[0]), "entropy": (got[1], want[1]), "squares": (got[2], squares)}
     terms = 2 if with_entropy else 1
     losses = [(weights[:terms] * torch.stack(out[:terms])).sum() for out in (got, want)]
     grads = [torch.autograd.grad(loss, list(of.values())) for loss, of in zip(losses, (inputs, exact), strict=True)]
     found |= {name: pair for name, *pair in zip(inputs, *grads, strict=True)}
-    assert got[0].dtype == got[1].dtype == torch.float32
+    assert {values.dtype for values in got} == {torch.float32}
+    assert not got[2].requires_grad
     assert all(g.dtype == dtype for g in grads[0])
     return {
         name: (
@@ -76,7 +80,7 @@ def compare(
 def assert_close(found: dict[str, tuple[float, bool]], dtype: torch.dtype = torch.float32, vocab: int = 257) -> None:
     """Outputs are float32 whatever the dtype, gradients have its rounding."""
     for name, (error, finite) in found.items():
-        rounded = dtype != torch.float32 and name not in ("log_probs", "entropy")
+        rounded = dtype != torch.float32 and name not in ("log_probs", "entropy", "squares")
         summed = name == "hidden" and vocab > 1e5  # float32 sums over the vocabulary
         assert finite, name
         assert error < (1.5e-2 if rounded else 5e-4 if summed else 1e-5), (name, error)

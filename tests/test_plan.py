@@ -658,6 +658,11 @@ SAVED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[tuple[str, str], flo
         | {("rollout", "parameters"): 4 * (BOTH - 2 * ADAPTER - VALUE) - 2 * (BOTH - VALUE)}
         | {("update", "reference"): 2 * base(True)},
     ),
+    "ema_decay": (
+        {"ema_decay": 0.99},
+        {},
+        {(phase, "total"): -4 * base(True) for phase in ("rollout", "log_prob", "update")},
+    ),
     "sgd": ({"optimizer": torch.optim.SGD}, {}, {("update", "optimizer"): 8 * BOTH}),
 }
 """Options of the module and of the rollout, and the bytes that they save of a phase or cost a host."""

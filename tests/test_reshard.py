@@ -1,4 +1,7 @@
-"""A checkpoint of one mesh goes on on any other: the same parameters, optimizer state and data, to the bit."""
+"""A checkpoint of one mesh goes on on any other: the same parameters, optimizer state and data, to the bit.
+
+A renewed reference and the average of the weights are among the parameters.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from toys import TINY_MODULE, even_tokens, quiet_trainer, spawn
 
-from lightning_rlhf import FSDPUlyssesStrategy, PPOLightningModule, PromptDataModule, RolloutCallback, Sampling
+from lightning_rlhf import KL, FSDPUlyssesStrategy, PPOLightningModule, PromptDataModule, RolloutCallback, Sampling
 
 WORLD = 4
 MESHES = [(1, 1, 1), (2, 2, 1), (2, 1, 2), (4, 1, 1), (4, 2, 2)]
@@ -74,7 +77,8 @@ def fit(mesh: tuple[int, int, int], steps: int, checkpoint: str | None, save: st
         max_steps=steps,
         enable_checkpointing=False,
     )
-    module = PPOLightningModule(**TINY_MODULE, reward=[even_tokens], mini_batches=2)
+    followers = {"kl": KL(coef=0.01, refresh_every=2), "ema_decay": 0.9}
+    module = PPOLightningModule(**TINY_MODULE, **followers, reward=[even_tokens], mini_batches=2)
     trainer.fit(module, datamodule=PromptDataModule(path="toys.prompts", batch_size=8), ckpt_path=checkpoint)
     if save:
         trainer.save_checkpoint(save)

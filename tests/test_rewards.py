@@ -140,7 +140,6 @@ def test_a_reward_model_scores_each_sequence_as_it_would_alone(reward_model):
     scored = RewardModel(str(reward_model), dtype="float32", batch_size=3)(prompts, completions)
 
     model = Qwen2ForSequenceClassification.from_pretrained(reward_model)
-    model.config.pad_token_id = None  # alone, nothing is padded and the last token is the last one
     texts = ["2+2=4", "user: hello\nassistant: hi there, you\n", "a" + "bc" * 9 + end, f"bc{end}{end}"]
     assert tokenizer(texts[3]).input_ids[-1] == tokenizer.pad_token_id
     with torch.no_grad():

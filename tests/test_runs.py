@@ -82,7 +82,8 @@ def test_single_functions_abstentions_and_values_of_tokens_do_not_depend_on_the_
     ids=["dp", "sp"],
 )
 def test_what_is_chosen_weighed_and_rejected_over_the_iteration_does_not_depend_on_the_split(split, tmp_path):
-    """Tokens by covariance, a mean weight and rejected tokens, of responses that are one update old."""
+    """Tokens by covariance, a mean weight and rejected tokens, of responses that are one update old; where an iteration ends, and
+    the likelihood of right responses."""
     correction = "{level: geometric, normalize: true, reject: {token_k1: [0.97, 1.03]}}"
     options = [
         *QUIET,
@@ -91,10 +92,13 @@ def test_what_is_chosen_weighed_and_rejected_over_the_iteration_does_not_depend_
         "--trainer.max_steps=2",
     ]
     options += ["--rollout.async_level=1", f"--model.init_args.correction={correction}"]
-    options += ["--model.init_args.kl={coef: 0.01, target: 0.001}"]
+    options += ["--model.init_args.kl={coef: 0.01, target: 0.001}", "--model.init_args.target_kl=0.0003"]
+    options += ["--model.init_args.positive_coef=0.1", "--model.init_args.val_success=0.05"]
     one = run(tmp_path / "one", "tiny_grpo.yaml", *options)
     assert 0.05 < one[1]["rollout/rejected_ratio"] < 0.95
     assert one[1]["actor/kl_coef"] != 0.01
+    assert 0 < one[1]["actor/kl_skipped_steps"] < 4
+    assert one[1]["actor/positive_loss"] > 0
     two = ["--trainer.devices=2", "--model.init_args.micro_batch_tokens=100", *split]
     assert_equal_runs(one, run(tmp_path / "two", "tiny_grpo.yaml", *options, *two))
 

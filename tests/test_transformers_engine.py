@@ -100,6 +100,14 @@ def test_greedy_equals_stock_generate_with_very_unequal_prompts(
     assert all(len(set(c.token_ids)) > 3 for c in out), "the model must not repeat one token, or the test sees nothing"
 
 
+def test_a_request_without_a_seed_is_greedy_among_others_that_are_not(engine: TransformersEngine) -> None:
+    sampling = Sampling(temperature=1.3, top_p=0.8, top_k=50, max_completion_length=12)
+    mixed = engine.generate(repeated(PROMPTS, 2), sampling, seeds=[7, None] * len(PROMPTS), log_probs=True)
+    assert mixed[1::2] != mixed[::2] == engine.generate(PROMPTS, sampling, seeds=[7] * len(PROMPTS), log_probs=True)
+    greedy = engine.generate(PROMPTS, sampling.greedy, seeds=[7] * len(PROMPTS))
+    assert [c.token_ids for c in mixed[1::2]] == [c.token_ids for c in greedy]
+
+
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -168,12 +176,10 @@ def test_generating_leaves_the_global_generators_alone(engine: TransformersEngin
 def test_draw_inverts_the_cumulative_distribution() -> None:
     probs = torch.tensor([0.0, 0.1, 0.0, 0.6, 0.3, 0.0])
     uniforms = torch.tensor([0.0, 0.0999, 0.1001, 0.6999, 0.7001, 1 - 2**-53], dtype=torch.float64)
-    tokens, log_probs = draw(probs.log().expand(6, -1), uniforms, greedy=False)
+    tokens, log_probs = draw(probs.log().expand(6, -1), uniforms)
     assert tokens.tolist() == [1, 1, 3, 3, 4, 4]
     torch.testing.assert_close(log_probs, probs.log()[tokens])
-    frequencies = draw(probs.log().expand(20000, -1), torch.rand(20000, dtype=torch.float64), greedy=False)[
-        0
-    ].bincount()
+    frequencies = draw(probs.log().expand(20000, -1), torch.rand(20000, dtype=torch.float64))[0].bincount()
     torch.testing.assert_close(frequencies / 20000, probs[:5], atol=0.02, rtol=0)
 
 

@@ -17,10 +17,20 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import yaml
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
-from lightning_rlhf import FSDPUlyssesStrategy, PromptDataModule, RLHFLightningModule, RolloutCallback, Sampling
+import lightning_rlhf
+from lightning_rlhf import (
+    KL,
+    FilterGroups,
+    FSDPUlyssesStrategy,
+    PromptDataModule,
+    RLHFLightningModule,
+    RolloutCallback,
+    Sampling,
+)
 from lightning_rlhf.modules.critic import Critic
 from lightning_rlhf.modules.policy import Policy
 from lightning_rlhf.packing import Packed
@@ -181,6 +191,21 @@ def prompts() -> list[dict[str, str]]:
 def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
     """Share of even token ids: 0.5 for a policy that draws at random."""
     return [mean(t % 2 == 0 for t in ids) for ids in completion_ids]
+
+
+def recipe(name: str, **options: Any) -> tuple[RLHFLightningModule, dict[str, Any]]:
+    """The module of ``configs/NAME.yaml`` with other ``options``, and arguments of the `RolloutCallback`.
+
+    The critic is warm already, and responses that are cut count: those of a few tokens nearly all are.
+    """
+    config = yaml.safe_load((Path(__file__).parent.parent / "configs" / f"{name}.yaml").read_text())
+    own = config["model"].get("init_args", config["model"])
+    own = {key: KL(**value) if key == "kl" else value for key, value in own.items()}
+    own |= dict.fromkeys(own.keys() & {"critic_warmup", "mask_truncated", "warmup_steps"}, 0)
+    kind = config["model"].get("class_path", "lightning_rlhf.PPOLightningModule").rpartition(".")[2]
+    groups = config["rollout"].get("filter_groups")
+    rollout = {} if groups is None else {"filter_groups": FilterGroups(**groups)}
+    return getattr(lightning_rlhf, kind)(**own | options), rollout
 
 
 def quiet_trainer(

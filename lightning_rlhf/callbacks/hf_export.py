@@ -26,7 +26,7 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-from lightning_rlhf.hf_config import HeadKind, class_of, load_config
+from lightning_rlhf.hf_config import HeadKind, class_of, load_config, padding_of
 
 
 class HFExport(pl.Callback):
@@ -156,8 +156,8 @@ def write_folder(
             raise NotImplementedError(
                 f"transformers' {type(model).__name__} has no {unknown[0]}, it would lose the head"
             )
-        if head == "score" and model.config.pad_token_id is None:  # by which transformers finds the last token
-            model.config.pad_token_id = tokenizer.pad_token_id
+        if head == "score":
+            model.config.get_text_config().pad_token_id = padding_of(model.config, tokenizer)
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         model.save_pretrained(draft, state_dict={n: t for n, t in weights.items() if n not in tied})
         tokenizer.save_pretrained(draft)

@@ -2,6 +2,7 @@
 
     on_train_batch_start    offload optimizer → wake(weights) → sync → offload parameters → wake(kv_cache) → generate → sleep
                             → reload both
+      filter_groups         generate and score, until enough groups can be learned from, see `filtering`
       async_level 1         take the responses of this iteration, or generate → sync → start those of the next, see `ahead`
     on_validation_start     wake, sync, once per validation loop; generate per batch; sleep at its end
 
@@ -18,7 +19,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from lightning_rlhf.callbacks.ahead import Ahead
 from lightning_rlhf.callbacks.faults import agreed, check_lengths, makes_room, told_by_settings
+from lightning_rlhf.callbacks.filtering import FilterGroups, Rounds
 from lightning_rlhf.callbacks.offload import HostMemory
 from lightning_rlhf.callbacks.watchdog import watched, where
 from lightning_rlhf.plan import Plan, Run, make_plan, problems, read_run
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
     from lightning_rlhf.modules.base import RLHFLightningModule
 
 log = logging.getLogger(__name__)
+
+_AVERAGE = 1 << 40
+"""Versions of the average's weights are the policy's beyond this."""
 
 
 class RolloutCallback(pl.Callback):
@@ -66,6 +70,10 @@ class RolloutCallback(pl.Callback):
         async_level: 1 generates the next iteration's responses beside the update of this one, by a policy that is one update
             older, see `ahead`. It needs ``model.correction`` and memory for both, and slows both down: it pays where a few long
             responses keep the GPU idle.
+        val_average: validation responses are drawn from the moving average of the policy's weights, see ``model.ema_decay``; the
+            engine is synced with it before a validation, and with the policy after.
+        filter_groups: generate for further prompts in place of groups whose responses all score the same (DAPO's dynamic
+            sampling); ``{}`` takes its defaults, null trains on all.
         timeout_s: seconds that one step of a rollout (sync, wake, generate, sleep) may take; then the process ends and shows
             where it hung. Null leaves it to the `Watchdog`: only you know how long the longest generation is.
     """
@@ -82,6 +90,8 @@ class RolloutCallback(pl.Callback):
         offload_parameters: Switch = "auto",
         timeout_s: PositiveFloat | None = None,
         async_level: Literal[0, 1] = 0,
+        filter_groups: FilterGroups | None = None,
+        val_average: bool = False,
     ) -> None:
         if sampling.temperature <= 0.0:
             raise ValueError(
@@ -89,15 +99,22 @@ class RolloutCallback(pl.Callback):
             )
         self.engine = engine or TransformersEngine()
         self.sampling = sampling
-        self.val_sampling = val_sampling or replace(
-            sampling, num_generations=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0
-        )
+        self.val_sampling = val_sampling or sampling.greedy
         if async_level and (sleep_level not in ("auto", 0) or True in (offload_optimizer, offload_parameters)):
             raise ValueError(
                 "rollout.async_level: 1 keeps the engine awake beside the trainer: leave out sleep_level, offload_optimizer and"
                 " offload_parameters"
             )
-        self.async_level = async_level
+        if filter_groups is not None and async_level:
+            raise ValueError(
+                "rollout.filter_groups needs rewards before it knows the next prompts: set rollout.async_level to 0"
+            )
+        if filter_groups is not None and sampling.num_generations < 2:
+            raise ValueError(
+                "rollout.filter_groups compares the responses to a prompt: set rollout.sampling.num_generations to 2 or more"
+            )
+        self.async_level, self.filter_groups, self.val_average = async_level, filter_groups, val_average
+        self._further_rounds = 0  # of all iterations, each a batch of prompts
         awake = Ladder(0, False, False)
         self.ladder = awake if async_level else Ladder(sleep_level, offload_optimizer, offload_parameters)
         self.rung = self.ladder.usual
@@ -121,6 +138,10 @@ class RolloutCallback(pl.Callback):
             raise ValueError(
                 "there are two RolloutCallbacks: configure the one under rollout, not in trainer.callbacks"
             )
+        if self.filter_groups is not None:
+            self.filter_groups.check(module.score_names)
+        if self.val_average and module.ema_decay is None:
+            raise ValueError("rollout.val_average: true needs a moving average: set model.ema_decay")
         context = self._engine_setup(trainer, module, stage)
         with agreed("setting up the engine"):
             self.engine.setup(context)
@@ -145,11 +166,14 @@ class RolloutCallback(pl.Callback):
             raise ValueError(too_long(run, limit))
         sizes = [
             engine_share(
-                -(-getattr(data, name, 256) // strategy.dp_size) * sampling.num_generations,
+                -(-getattr(data, name, 256) // strategy.dp_size) * responses,
                 strategy.sequence_parallel_size,
                 self.engine.tensor_parallel_size,
             )
-            for name, sampling in (("batch_size", self.sampling), ("val_batch_size", self.val_sampling))
+            for name, responses in (
+                ("batch_size", self.sampling.num_generations + module.needs_greedy),
+                ("val_batch_size", self.val_sampling.num_generations),
+            )
             if isinstance(getattr(data, name, 256), int)
         ]
         return EngineSetup(
@@ -207,11 +231,20 @@ class RolloutCallback(pl.Callback):
         measured = self.log_probs_every > 0 and iteration % self.log_probs_every == 0
         log_probs = measured or module.correction is not None
         if self.async_level and self._is_there(iteration, prompts):
-            batch["rollout"] = Rollout.build(prompts, self._ahead.take(prompts.index.tolist()), self.sampling)
+            taken = self._ahead.take(prompts.index.tolist())
+            batch["rollout"] = Rollout.build(prompts, taken, self.sampling, module.needs_greedy)
             module.extra_metrics |= {"rollout/staleness": 1.0, "rollout/ahead_s": self._ahead.seconds}
         else:
             self._wake(trainer, module)
-            batch["rollout"] = self._generate(module, prompts, self.sampling, iteration, log_probs)
+            generate = partial(
+                self._generate,
+                module,
+                sampling=self.sampling,
+                iteration=iteration,
+                log_probs=log_probs,
+                with_greedy=module.needs_greedy,
+            )
+            batch |= {"rollout": generate(prompts)} if self.filter_groups is None else self._filtered(module, generate)
         if self.async_level:
             self._start_next(trainer, module, iteration + 1)
         else:
@@ -228,6 +261,23 @@ class RolloutCallback(pl.Callback):
         for row, sequence, prompt_length in fields:
             found[row] = max(found.get(row, 0), len(sequence) - prompt_length)
         self._longest |= found
+
+    def _filtered(self, module: RLHFLightningModule, generate: Callable[[Prompts], Rollout]) -> dict[str, Any]:
+        """Rollout and scores of as many groups as a batch has prompts, see `filtering`."""
+        assert self.filter_groups is not None
+        trainer = module.trainer
+        rounds = Rounds(self.filter_groups, self._all_gather, module.mask_truncated, module.reward_clip)
+        begin = trainer.fit_loop.total_batch_idx + self._further_rounds
+        while not (rounds and rounds.done):
+            epoch, number = divmod(begin + len(rounds), int(trainer.num_training_batches))
+            prompts = trainer.train_dataloader.batch_at(epoch, number)["prompts"]  # type: ignore[union-attr]
+            rollout = generate(prompts)
+            with module.phases("reward"):
+                rounds.add(rollout, module.scores_of(rollout))
+        self._further_rounds += len(rounds) - 1
+        module.extra_metrics |= rounds.metrics
+        rollout, scores = rounds.result()
+        return {"prompts": rollout.prompts, "rollout": rollout, "scores": scores}
 
     def _is_there(self, iteration: int, prompts: Prompts) -> bool:
         """Whether the responses of this iteration were generated beside the last one's update."""
@@ -246,7 +296,7 @@ class RolloutCallback(pl.Callback):
             return
         prompts = trainer.train_dataloader.batch_at(epoch, number)["prompts"]  # type: ignore[union-attr]
         self._wake(trainer, module)
-        run, self._own = self._share(module, prompts, self.sampling, iteration, True)
+        run, self._own = self._share(module, prompts, self.sampling, iteration, True, module.needs_greedy)
         self._ahead.start(iteration, prompts.index.tolist(), run, module.strategy.root_device)
 
     def _settle_ahead(self, module: RLHFLightningModule) -> None:
@@ -258,17 +308,20 @@ class RolloutCallback(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         self._settle()
         rows, lengths = (torch.tensor(list(column)) for column in (self._longest, self._longest.values()))
-        return {"ahead": self._ahead.state(self._all_gather), "rows": rows, "longest": lengths}
+        ahead = self._ahead.state(self._all_gather)
+        return {"ahead": ahead, "rows": rows, "longest": lengths, "further_rounds": self._further_rounds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._longest = dict(zip(*(state_dict[name].tolist() for name in ("rows", "longest")), strict=True))
+        self._further_rounds = state_dict.get("further_rounds", 0)
         if self.async_level:
             self._ahead.load(state_dict["ahead"])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.async_level and not hasattr(trainer.train_dataloader, "batch_at"):
+        option = "async_level: 1" if self.async_level else "filter_groups" if self.filter_groups is not None else None
+        if option and not hasattr(trainer.train_dataloader, "batch_at"):
             raise ValueError(
-                "rollout.async_level: 1 must know the next batch before it is due: use PromptDataModule, or give your loader a"
+                f"rollout.{option} must know the next batch before it is due: use PromptDataModule, or give your loader a"
                 " method batch_at(epoch, number)"
             )
 
@@ -277,7 +330,7 @@ class RolloutCallback(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._settle()
-        self._wake(trainer, pl_module)  # type: ignore[arg-type]
+        self._wake(trainer, pl_module, average=self.val_average)  # type: ignore[arg-type]
 
     def on_validation_batch_start(
         self,
@@ -297,8 +350,8 @@ class RolloutCallback(pl.Callback):
     on_test_batch_start = on_validation_batch_start
     on_test_end = on_validation_end
 
-    def _wake(self, trainer: pl.Trainer, module: RLHFLightningModule) -> None:
-        """Weights first, synced if they are not the policy's, then the KV cache: that keeps the peak down."""
+    def _wake(self, trainer: pl.Trainer, module: RLHFLightningModule, average: bool = False) -> None:
+        """Weights first, synced if they are not the policy's (or its average), then the KV cache: that keeps the peak down."""
         if self.rung.offload_optimizer:
             with self._step(module, "offload"):
                 self._host.offload_states(trainer.optimizers)
@@ -306,12 +359,16 @@ class RolloutCallback(pl.Callback):
             torch.cuda.empty_cache()
         with self._step(module, "wake", "weights"):
             self.engine.wake(["weights"])
-        if self.engine.weight_version != module.weight_version:
-            self._sync(module)
+        version = module.weight_version + average * _AVERAGE
+        if self.engine.weight_version != version:
+            self._sync(module, version)
         if self.rung.offload_parameters:
+            # a reward model is asked while the engine is awake
+            scores = self.filter_groups is not None or not trainer.training
             with self._step(module, "offload"):
                 for root in _roots(module):
-                    self._host.offload_parameters(root)
+                    if not scores or root is not module.reward_model:
+                        self._host.offload_parameters(root)
         with self._step(module, "wake", "kv_cache"):
             self.engine.wake(["kv_cache"])
 
@@ -327,18 +384,17 @@ class RolloutCallback(pl.Callback):
         if self._host.in_use:
             self._host.reload(_roots(module), trainer.optimizers, trainer.strategy.root_device)
 
-    def _sync(self, module: RLHFLightningModule) -> None:
+    def _sync(self, module: RLHFLightningModule, version: int) -> None:
         module.strategy.reshard(module.actor)
         verify = self.verify_sync_every > 0 and self._syncs % self.verify_sync_every == 0
         self._syncs += 1
         dtype = module.strategy.precision_plugin.compute_dtype
-        weights: Iterable[tuple[str, Tensor]] = chain(
-            gather(module.actor.hf_named_parameters(), dtype), module.actor.hf_named_buffers()
-        )
+        taken = module.hf_named_weights(average=version >= _AVERAGE)
+        weights: Iterable[tuple[str, Tensor]] = chain(gather(taken, dtype), module.actor.hf_named_buffers())
         sent = with_checksum(weights) if verify else None
         with self._step(module, "sync"):
             try:
-                self.engine.load_weights(sent or weights, module.weight_version)
+                self.engine.load_weights(sent or weights, version)
             except Exception:
                 for _ in weights:  # the other ranks need this one's shards to get as far
                     pass
@@ -352,24 +408,37 @@ class RolloutCallback(pl.Callback):
                 module.extra_metrics["rollout/checksum_ok"] = 1.0
 
     def _generate(
-        self, module: RLHFLightningModule, prompts: Prompts, sampling: Sampling, iteration: int, log_probs: bool
+        self,
+        module: RLHFLightningModule,
+        prompts: Prompts,
+        sampling: Sampling,
+        iteration: int,
+        log_probs: bool,
+        with_greedy: bool = False,
     ) -> Rollout:
-        run, own = self._share(module, prompts, sampling, iteration, log_probs)
+        run, own = self._share(module, prompts, sampling, iteration, log_probs, with_greedy)
         with self._step(module, "generate"):
-            return Rollout.build(prompts, self._pool.collect(run)[own], sampling)
+            return Rollout.build(prompts, self._pool.collect(run)[own], sampling, with_greedy)
 
     def _share(
-        self, module: RLHFLightningModule, prompts: Prompts, sampling: Sampling, iteration: int, log_probs: bool
+        self,
+        module: RLHFLightningModule,
+        prompts: Prompts,
+        sampling: Sampling,
+        iteration: int,
+        log_probs: bool,
+        with_greedy: bool,
     ) -> tuple[Callable[[], list[Completion]], slice]:
-        """See `Pool.share`."""
+        """See `Pool.share`; the requests are in the order of `Rollout.build`."""
         with self._step(module, "generate"):  # of its own: a rank that fails must not miss the exchanges of the pool
             check_lengths(prompts, self._context)
-        n, rows = sampling.num_generations, prompts.index.tolist()
+        samples, rows = range(sampling.num_generations), prompts.index.tolist()
+        n, last = len(samples) + with_greedy, [None] * with_greedy
         return self._pool.share(
             self.engine,
             [ids for ids in prompts.ids for _ in range(n)],
             sampling,
-            seeds=[derive_seed(module.seed, iteration, row, i) for row in rows for i in range(n)],
+            seeds=[s for row in rows for s in (*(derive_seed(module.seed, iteration, row, i) for i in samples), *last)],
             log_probs=log_probs,
             images=[one for one in prompts.images for _ in range(n)] if prompts.images else None,
             expected=[self._longest.get(row, math.inf) for row in rows for _ in range(n)],

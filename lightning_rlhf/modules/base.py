@@ -1,58 +1,44 @@
 """`RLHFLightningModule`: one iteration of reinforcement learning as a ``training_step``.
 
     score → gather the whole batch → log-probs (old, reference) → advantages
-          → for epoch, mini-batch, packed micro-batch: loss → backward;   clip → step
+          → update (`policy_update`): for epoch, mini-batch, packed micro-batch: loss → backward;   clip → step
 
 After the gather every rank holds the iteration's token ids and (G, T) tensors; the work on them is split by a packing plan that
-all ranks compute alike. The loss of a micro-batch is W · Σ w_t · l_t on any rank, with w_t the token's share in the GLOBAL
-optimizer step and W the ranks that FSDP averages over, so results depend neither on the number of ranks nor on micro-batches.
-``trainer.global_step`` counts iterations: only an iteration's last optimizer step is counted.
+all ranks compute alike. ``trainer.global_step`` counts iterations: only an iteration's last optimizer step is counted.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from jsonargparse.typing import NonNegativeFloat, PositiveInt
+from jsonargparse.typing import OpenUnitInterval
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_rlhf.flops import Passes
-from lightning_rlhf.modules import advantages, losses
-from lightning_rlhf.modules.aggregation import Aggregation, token_weights, weighted
-from lightning_rlhf.modules.batching import MicroBatch, micro_batches, mini_batches
-from lightning_rlhf.modules.correction import Correction, add_off_policy, importance_weights, kept, mean_weight
-from lightning_rlhf.modules.critic import Critic
+from lightning_rlhf.modules import advantages
+from lightning_rlhf.modules.correction import add_off_policy, importance_weights, kept, mean_weight
 from lightning_rlhf.modules.experience import gather_experience
 from lightning_rlhf.modules.functions import check_options, function_named
-from lightning_rlhf.modules.kl import KL, kl_estimate
-from lightning_rlhf.modules.losses import OWN_AGGREGATION, SELECTIONS
+from lightning_rlhf.modules.kl import kl_estimate
 from lightning_rlhf.modules.metrics import Metrics
-from lightning_rlhf.modules.policy import Policy
+from lightning_rlhf.modules.policy_update import PolicyUpdateModule
 from lightning_rlhf.modules.report import (
     Alarms,
     add_completions,
-    add_importance,
-    add_mismatch,
     add_scores,
     constant_groups,
     finish,
 )
-from lightning_rlhf.modules.scored import ScoredModule
-from lightning_rlhf.modules.training import passes_of
-from lightning_rlhf.packing import Packed
-from lightning_rlhf.types import Experience, Rollout, Scores, derive_seed
+from lightning_rlhf.types import Experience, Rollout, Scores
 
 
-class RLHFLightningModule(ScoredModule):
+class RLHFLightningModule(PolicyUpdateModule):
     """Group-based policy optimisation without a critic; the base of every algorithm.
 
     Override points, each one small method: `score`, `compute_advantages`, `policy_loss`, `configure_optimizers`.
@@ -61,64 +47,43 @@ class RLHFLightningModule(ScoredModule):
         model: local folder or hub id of the policy, or ``random:tiny``.
         advantage: estimator by name (see `modules.advantages`) or dotted path; default `default_advantage` of the class.
         advantage_args: options of the estimator, such as {gamma: 0.99}.
-        loss: policy loss by name (see `modules.losses`) or dotted path.
-        loss_args: options of the loss, such as {beta: 0.5}.
-        aggregation: how token losses become one loss, over the global optimizer step; null is the loss's own: seq-mean-token-mean
-            for gspo, gmpo and sapo, token-mean for all others.
-        clip_low: how far the policy may move against a token: what is bounded is the loss's matter, for ppo the ratio, by
-            1 - clip_low. null is the loss's own: 0.2 for ppo.
-        clip_high: the same in favour of a token, for ppo by 1 + clip_high.
-        clip_dual: bound of the loss at negative advantages, in units of the advantage; null switches it off.
-        entropy_coef: weight of the entropy bonus.
-        kl: distance to the frozen reference.
-        correction: importance weights for responses that another policy drew, the engine's roundings included; the engine then
-            returns log-probs in every iteration. ``{}`` takes its defaults; null is none.
         mask_truncated: leave responses out that hit ``max_completion_length``.
-        ppo_epochs: passes over a rollout.
-        mini_batches: optimizer steps per pass.
-        **kwargs: see `ScoredModule`, `TrainedModule` and `ModelSettings`.
+        ema_decay: keep a moving average of the actor's weights in float32, which remembers some 1 / (1 - decay) iterations; for
+            ``lightning-rlhf export --average``. null is none.
+        **kwargs: see `PolicyUpdateModule`, `ScoredModule`, `TrainedModule` and `ModelSettings`.
     """
 
     # not a default of the argument: on the command line the arguments of one class are carried over to another
     default_advantage = "grpo"
-    # what `compute_advantages` hands to the estimator
-    advantage_inputs = frozenset({"rewards", "mask", "groups", "parts", "part_weights"})
+    # what `estimator_inputs` has for the estimator
+    advantage_inputs = frozenset(
+        {
+            "rewards",
+            "mask",
+            "groups",
+            "baselines",
+            "old_log_probs",
+            "sum_pi_squared",
+            "importance",
+            "parts",
+            "part_weights",
+        }
+    )
 
     def __init__(
         self,
         model: str,
         advantage: str | None = None,
         advantage_args: dict[str, Any] | None = None,
-        loss: str = "ppo",
-        loss_args: dict[str, Any] | None = None,
-        aggregation: Aggregation | None = None,
-        clip_low: NonNegativeFloat | None = None,
-        clip_high: NonNegativeFloat | None = None,
-        clip_dual: float | None = 3.0,
-        entropy_coef: NonNegativeFloat = 0.0,
-        kl: KL = KL(),
-        correction: Correction | None = None,
         mask_truncated: bool = False,
-        ppo_epochs: PositiveInt = 1,
-        mini_batches: PositiveInt = 1,
+        ema_decay: OpenUnitInterval | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
         self.advantage_function = function_named(advantage or self.default_advantage, advantages, "model.advantage")
         self.advantage_args = advantage_args or {}
-        self.kl, self.kl_coef = kl, kl.coef
         self._check_estimator()
-        self.loss_function = function_named(loss, losses, "model.loss")
-        self.select_function = SELECTIONS.get(self.loss_function)
-        clips = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual}
-        check_options(self.loss_function, loss_args or {}, {*clips, *_TENSORS}, "model.loss_args")
-        given = {name: clip for name, clip in clips.items() if clip is not None or name == "clip_dual"}
-        self.loss_args = given | (loss_args or {})
-        self.aggregation: Aggregation = aggregation or OWN_AGGREGATION.get(self.loss_function, "token-mean")
-        self.mask_truncated, self.entropy_coef, self.correction = mask_truncated, entropy_coef, correction
-        self.ppo_epochs, self.mini_batches = ppo_epochs, mini_batches
-        if clip_dual is not None and clip_dual <= 1.0:
-            raise ValueError(f"model.clip_dual must be above 1, or null to switch it off, got {clip_dual}")
+        self.mask_truncated, self.ema_decay = mask_truncated, ema_decay
         self.alarms = Alarms()
         # what callbacks add to an iteration's metrics, and what they may read of the last one
         self.extra_metrics: dict[str, float] = {}
@@ -131,6 +96,7 @@ class RLHFLightningModule(ScoredModule):
     def _check_estimator(self) -> None:
         """Raise ValueError if the estimator needs what this class does not have."""
         parameters = inspect.signature(self.advantage_function).parameters.values()
+        self.estimator_takes = frozenset(p.name for p in parameters)
         needed = {
             p.name for p in parameters if p.default is p.empty and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
         }
@@ -147,17 +113,9 @@ class RLHFLightningModule(ScoredModule):
             )
 
     @property
-    def needs_reference(self) -> bool:
-        return self.kl.coef > 0.0
-
-    @cached_property
-    def flops(self) -> list[Passes]:
-        """What one iteration's update is worth; empty for a model whose FLOPs are not known."""
-        return self.update_passes(self.actor)
-
-    def update_passes(self, root: Policy | Critic, outputs: int | None = None) -> list[Passes]:
-        """Forward and backward of one role in every epoch."""
-        return passes_of(root, outputs, self.ppo_epochs, self.ppo_epochs)
+    def needs_greedy(self) -> bool:
+        """Whether the estimator compares with the greedy response to each prompt."""
+        return "baselines" in self.estimator_takes
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
@@ -174,7 +132,7 @@ class RLHFLightningModule(ScoredModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         rollout: Rollout = batch["rollout"]
         with self.phases("reward"):
-            scores = self.scores_of(rollout)
+            scores = batch["scores"] if "scores" in batch else self.scores_of(rollout)
             experience = self.gather(rollout, scores)
         same = constant_groups(experience)
         experience = self.evaluate(experience)
@@ -184,7 +142,10 @@ class RLHFLightningModule(ScoredModule):
         experience = self.correct(experience)
         with self.phases("update"):
             metrics = self.update(experience)
+            self.follow_actor()
         metrics.mean("reward/frac_zero_std", same)
+        if experience.baselines is not None:
+            metrics.mean("reward/greedy_mean", experience.baselines, experience.baselines.isfinite())
         if experience.importance is not None:
             metrics.mean("rollout/rejected_ratio", 1.0 - experience.mask.sum() / sampled.sum().clamp(min=1.0))
             add_off_policy(metrics, experience.old_log_probs, experience.sampler_log_probs, sampled)
@@ -196,24 +157,21 @@ class RLHFLightningModule(ScoredModule):
         return self.advantage_function(**self.estimator_inputs(experience), **self.advantage_args)
 
     def estimator_inputs(self, experience: Experience) -> dict[str, Any]:
-        """What every estimator is called with."""
-        return {
-            "rewards": experience.rewards,
-            "mask": experience.mask,
-            "groups": experience.group,
+        """`advantage_inputs`: what every estimator gets, and of the rest what it lists."""
+        old, sampler, mask = experience.old_log_probs, experience.sampler_log_probs, experience.mask
+        inputs: dict[str, Any] = {"rewards": experience.rewards, "mask": mask, "groups": experience.group}
+        more: dict[str, Any] = {
+            "baselines": experience.baselines,
             "parts": experience.parts,
             "part_weights": self.part_weights,
+            "old_log_probs": old,
+            "sum_pi_squared": experience.sum_pi_squared,
         }
-
-    def policy_loss(
-        self, log_probs: Tensor, old_log_probs: Tensor, token_advantages: Tensor, mask: Tensor, **selected: Tensor
-    ) -> tuple[Float[Tensor, "b T"], dict[str, Tensor]]:
-        """(token losses, metrics) of one micro-batch; weights and sums come after.
-
-        Args:
-            **selected: ``chosen``, what `losses.SELECTIONS` has found in the whole optimizer step, if the loss is one of them.
-        """
-        return self.loss_function(log_probs, old_log_probs, token_advantages, mask, **self.loss_args, **selected)
+        if "importance" in self.estimator_takes and self.correction is not None:
+            assert old is not None
+            assert sampler is not None
+            more["importance"] = importance_weights(old, sampler, mask, self.correction)
+        return inputs | {name: value for name, value in more.items() if name in self.estimator_takes}
 
     # -- scoring and evaluation --------------------------------------------------------------------
 
@@ -223,6 +181,7 @@ class RLHFLightningModule(ScoredModule):
             rollout,
             scores,
             self.strategy.all_gather_objects_dp,
+            baselines=None if rollout.greedy is None else self.scores_of(rollout.greedy).total,
             mask_truncated=self.mask_truncated,
             reward_clip=self.reward_clip,
             data_rank=self.strategy.dp_rank,
@@ -237,15 +196,22 @@ class RLHFLightningModule(ScoredModule):
             or (self.needs_reference and self.kl.where == "reward")
             or self.select_function is not None
             or (self.correction is not None and self.correction.needs_batch)
+            or not self.estimator_takes.isdisjoint({"old_log_probs", "sum_pi_squared", "importance"})
         )
 
     def evaluate(self, experience: Experience) -> Experience:
         """Add what is computed before the update without gradients; KL in the reward is taken off here."""
         temperature = experience.temperature
         if self.needs_old_log_probs:
+            squares = "sum_pi_squared" in self.estimator_takes
             with self.phases("log_prob"):
-                old = self.forward_all(self.actor, experience, lambda packed: self.actor(packed, temperature)[0])
-            experience = replace(experience, old_log_probs=old)
+                found = self.forward_all(
+                    self.actor,
+                    experience,
+                    lambda packed: torch.stack(self.actor(packed, temperature, with_squares=squares)[::2]),
+                    outputs=1 + squares,
+                )
+            experience = replace(experience, old_log_probs=found[0], sum_pi_squared=found[1] if squares else None)
         if self.needs_reference:
             with self.phases("reference"):
                 ref = self.reference_log_probs(experience)
@@ -280,123 +246,6 @@ class RLHFLightningModule(ScoredModule):
         with nullcontext() if adapter is None else adapter.disabled():
             return self.forward_all(root, experience, lambda packed: root(packed, experience.temperature)[0])
 
-    @torch.no_grad()
-    def forward_all(
-        self,
-        root: nn.Module,
-        experience: Experience,
-        forward: Callable[[Packed], Float[Tensor, "b T"]],
-        rows: Sequence[int] | None = None,
-    ) -> Float[Tensor, "G T"]:
-        """``forward`` over ``rows`` or the whole batch, each data rank its bins, the result equal on every rank."""
-        out = torch.zeros_like(experience.mask)
-        for batch in micro_batches(experience, range(len(experience)) if rows is None else rows, self.split)[0]:
-            out[batch.rows, : batch.width] = forward(batch.packed)
-        self.strategy.reshard(root)
-        return self.strategy.all_reduce_dp(out)
-
-    # -- the update --------------------------------------------------------------------------------
-
-    def update(self, experience: Experience) -> Metrics:
-        """``ppo_epochs`` x ``mini_batches`` optimizer steps; the last one advances ``trainer.global_step``."""
-        metrics = Metrics(self.device)
-        self.packing = {"real_tokens": 0, "padded_tokens": 0}
-        self.lengths = [len(sequence) for sequence in experience.sequences]
-        iteration, responses = self.trainer.fit_loop.total_batch_idx, len(experience)
-        steps = [
-            rows
-            for epoch in range(self.ppo_epochs)
-            for rows in mini_batches(responses, self.mini_batches, self.seed, iteration, epoch)
-        ]
-        for number, rows in enumerate(steps, 1):
-            weights, chosen = torch.zeros_like(experience.mask), torch.tensor(rows, device=self.device)
-            weights[chosen] = token_weights(experience.mask[chosen], self.aggregation, experience.max_length)
-            experience = self.select(experience, rows, number)
-            batches, spent = micro_batches(experience, rows, self.split)
-            self.packing["real_tokens"] += sum(len(experience.sequences[i]) for i in rows)
-            self.packing["padded_tokens"] += spent
-            for batch in batches:
-                self.micro_step(experience, batch, weights[batch.rows, : batch.width], metrics, len(steps))
-            self.step_optimizer(metrics, last=number == len(steps))
-        self.step_schedulers()
-        return metrics
-
-    def select(self, experience: Experience, rows: Sequence[int], number: int) -> Experience:
-        """Add the tokens that the loss treats differently, chosen from the whole optimizer step by the policy it begins with.
-
-        Args:
-            rows: responses of the step.
-            number: of the step, from 1: in the first one the policy is still the old one.
-        """
-        if self.select_function is None:
-            return experience
-        old = experience.old_log_probs
-        assert old is not None
-        assert experience.advantages is not None
-        log_probs = old
-        if number > 1:
-            log_probs = self.forward_all(
-                self.actor, experience, lambda packed: self.actor(packed, experience.temperature)[0], rows
-            )
-        here = torch.tensor(rows, device=self.device)
-        tensors = (x[here] for x in (log_probs, old, experience.advantages, experience.mask))
-        seed = derive_seed("select", self.seed, self.trainer.fit_loop.total_batch_idx, number)
-        chosen = torch.zeros_like(experience.mask, dtype=torch.bool)
-        listed = inspect.signature(self.select_function).parameters
-        options = {name: value for name, value in (self.loss_args | {"seed": seed}).items() if name in listed}
-        chosen[here] = self.select_function(*tensors, **options)
-        return replace(experience, chosen=chosen)
-
-    def micro_step(
-        self, experience: Experience, batch: MicroBatch, weights: Float[Tensor, "b T"], metrics: Metrics, steps: int
-    ) -> None:
-        """Forward and backward of the actor on one micro-batch.
-
-        Args:
-            weights: each token's share in the global optimizer step.
-            steps: optimizer steps of the iteration (losses are logged as their mean).
-        """
-        rows, width = batch.rows, batch.width
-        mask = experience.mask[rows, :width]
-        with_entropy = self.entropy_coef > 0.0 or self.is_logging_iteration
-        log_probs, entropy = self.actor(batch.packed, experience.temperature, with_entropy)
-        old = log_probs.detach() if experience.old_log_probs is None else experience.old_log_probs[rows, :width]
-        assert experience.advantages is not None
-        selected = {} if experience.chosen is None else {"chosen": experience.chosen[rows, :width]}
-        token_losses, token_metrics = self.policy_loss(
-            log_probs, old, experience.advantages[rows, :width], mask, **selected
-        )
-        sampler = None if experience.sampler_log_probs is None else experience.sampler_log_probs[rows, :width]
-        if self.correction is not None:
-            assert sampler is not None
-            if experience.importance is None:
-                importance = importance_weights(old, sampler, mask, self.correction)
-                add_off_policy(metrics, old, sampler, mask)
-            else:
-                importance = experience.importance[rows, :width]
-            token_losses = token_losses * (importance / experience.importance_mean)
-            add_importance(metrics, importance, weights * sampler.isfinite(), self.correction.cap)
-        loss = weighted(weights, token_losses)
-        metrics.sum("actor/pg_loss", loss.detach() / steps)
-        if self.entropy_coef > 0.0:
-            loss = loss - self.entropy_coef * weighted(weights, entropy)
-        if experience.ref_log_probs is not None:
-            distance = kl_estimate(log_probs, experience.ref_log_probs[rows, :width], self.kl.estimator)
-            metrics.mean("actor/kl_loss", distance.detach(), weights)
-            if self.kl.target is not None:
-                lengths = mask.sum(1)
-                per_response = torch.where(mask > 0, distance.detach(), 0).sum(1) / lengths.clamp(min=1)
-                metrics.mean("actor/kl", per_response, lengths > 0)
-            if self.kl.where == "loss":
-                loss = loss + self.kl_coef * weighted(weights, distance)
-        self.manual_backward(loss * self.trainer.world_size)
-        if with_entropy:
-            metrics.mean("actor/entropy", entropy.detach(), weights)
-        for name, value in token_metrics.items():
-            metrics.mean(f"actor/{name}", value, weights)
-        if sampler is not None:
-            add_mismatch(metrics, old, sampler, mask)
-
     # -- metrics -----------------------------------------------------------------------------------
 
     def log_iteration(self, rollout: Rollout, experience: Experience, metrics: Metrics) -> None:
@@ -414,7 +263,3 @@ class RLHFLightningModule(ScoredModule):
         self.log_reduced(reduced, len(experience))
         self.log("reward", reduced["reward/mean"], prog_bar=True, logger=False, batch_size=len(experience))
         self.alarms(reduced, rollout.sampling)
-
-
-_TENSORS = frozenset({"log_probs", "old_log_probs", "advantages", "mask", "chosen"})
-"""Arguments of a loss that are no options."""

@@ -18,6 +18,7 @@ def gather_experience(
     scores: Scores,
     all_gather: Callable[[Any], list[Any]],
     *,
+    baselines: Float[Tensor, "P"] | None = None,
     mask_truncated: bool = False,
     reward_clip: tuple[float, float] | None = None,
     data_rank: int = 0,
@@ -25,10 +26,11 @@ def gather_experience(
     """Token ids and scalars of all data ranks, ordered by group: megabytes, whatever the model's size. Pictures stay.
 
     The order, and so everything computed from it, does not depend on the number of data ranks. Rows that cannot be learned
-    from get mask 0: empty and aborted responses, and responses whose score is NaN.
+    from get mask 0: empty and aborted responses, and responses whose score or baseline is NaN.
 
     Args:
         all_gather: one picklable object per data rank -> their list.
+        baselines: scores of the greedy responses.
         mask_truncated: rows cut at the length limit get mask 0 too.
         reward_clip: lowest and highest score of a response; what is over is taken off at its last token.
         data_rank: this one.
@@ -46,6 +48,7 @@ def gather_experience(
             "usable": [c.finish_reason not in unusable for c in rollout.completions],
             "group": rollout.group.cpu(),
             "total": scores.total.cpu(),
+            "baselines": None if baselines is None else baselines.cpu().repeat_interleave(n),
             "parts": [part.cpu() for part in scores.parts.values()],
             "tokens": None if scores.tokens is None else _rows(scores.tokens, rollout.mask),
             "has_images": rollout.prompts.images is not None,
@@ -61,11 +64,17 @@ def gather_experience(
     total = torch.cat([s["total"] for s in shares]).float()[order]
     parts = [torch.cat(values).float()[order] for values in zip(*(s["parts"] for s in shares), strict=True)]
     keep = torch.tensor([u for s in shares for u in s["usable"]])[order] & total.isfinite()
+    everyones = None
+    if baselines is not None:
+        everyones = torch.cat([s["baselines"] for s in shares]).float()[order]
+        keep &= everyones.isfinite()
     rows = order.tolist()
     long = torch.tensor(lengths)[order]
     mask = (torch.arange(max(1, int(long.max()))) < (long * keep)[:, None]).float()
+    scored = total
     if reward_clip is not None:
         total = total.clamp(*reward_clip)
+        everyones = None if everyones is None else everyones.clamp(*reward_clip)
     per_token = torch.zeros(())
     if any(s["tokens"] for s in shares):
         tokens = [row for s in shares for row in s["tokens"] or [torch.zeros(n) for n in s["lengths"]]]
@@ -83,9 +92,11 @@ def gather_experience(
         group=group[order],
         mask=mask,
         rewards=per_token + last_token_rewards(total - per_token.sum(-1), mask),
+        scores=scored,
         parts=torch.stack(parts, 1) if parts else None,
         temperature=rollout.sampling.temperature,
         max_length=rollout.sampling.max_completion_length,
+        baselines=everyones,
         sampler_log_probs=right_pad([sampler[i] for i in rows]) if len(sampler) == len(rows) else None,
         home=[home[i] for i in rows] if any(s["has_images"] for s in shares) else None,
         images=images,

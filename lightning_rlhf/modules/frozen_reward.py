@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_rlhf.conversations import Piece, tokenise, whole
 from lightning_rlhf.modules.batching import Split, example_batches
 from lightning_rlhf.modules.critic import Critic, build_critic
-from lightning_rlhf.modules.score_head import is_scored
+from lightning_rlhf.modules.score_head import is_scored, scored_part
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.prompts import PromptEncoder
 from lightning_rlhf.types import Examples, Prompt
@@ -84,17 +84,17 @@ class FrozenRewardModel:
         return [torch.tensor(row.ids, dtype=torch.long) for row in tokenise(pieces, self.encoder)]
 
 
-def build_reward_model(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> Critic:
-    """Sharded and frozen, its backbone in the run's compute dtype: bfloat16, but for 32-true.
-
-    Raises:
-        ValueError: the folder is of a language model.
-    """
+def check_reward_model(settings: ModelSettings) -> None:
+    """Raise ValueError if the folder is of a language model."""
     if not is_scored(settings):
         raise ValueError(
             f"{settings.key}: {settings.model!r} is a {', '.join(settings.config.architectures or ['model without head'])}, it"
             " must be a sequence-classification model with one label: train one, see docs/classical.md"
         )
+
+
+def build_reward_model(settings: ModelSettings, strategy: FSDPUlyssesStrategy) -> Critic:
+    """Sharded and frozen, its backbone in the run's compute dtype: bfloat16, but for 32-true."""
     dtype = strategy.precision_plugin.compute_dtype
     return build_critic(settings, strategy, bias=False, frozen=dtype, role="reward model")
 
@@ -105,7 +105,8 @@ def scores_of_all(
 ) -> Float[Tensor, "B"]:
     """Scores of this data rank's ``sequences``, NaN for those of more than ``limit`` tokens. Collective."""
     shares: list[list[Tensor]] = strategy.all_gather_objects_dp(list(sequences))
-    everyone = [sequence for share in shares for sequence in share]
+    padding = root.model.config.get_text_config().pad_token_id  # type: ignore[union-attr,operator]
+    everyone = [scored_part(sequence, padding) for share in shares for sequence in share]
     fitting = [i for i, sequence in enumerate(everyone) if len(sequence) <= limit]
     longest = max((len(everyone[i]) for i in fitting), default=0)
     # no activations are kept: one that is longer than the budget has a stream of its own

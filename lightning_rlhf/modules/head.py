@@ -3,7 +3,7 @@
 For hidden state h, label y, and what models do to logits besides (scale, soft-cap):
 
     x = h Wᵀ      u = scale · (x + b)      c = cap · tanh(u / cap)  or u      z = c / temperature
-    log p(y) = z_y - lse(z)      entropy = lse(z) - Σ_j p_j z_j
+    log p(y) = z_y - lse(z)      entropy = lse(z) - Σ_j p_j z_j      squares = Σ_j p_j²
     dx = (g_lp (onehot_y - p) - g_H p (log p + entropy)) · (scale / temperature) · (1 - (c/cap)²)
 
 Forward takes some rows at a time, with all their columns, and keeps two floats per row. Backward makes the logits again, for some
@@ -69,17 +69,23 @@ def row_statistics(
     labels: Int[Tensor, "R"],
     to_logits: LogitMap,
     with_entropy: bool,
-) -> tuple[Float[Tensor, "R"], Float[Tensor, "R"], Float[Tensor, "R"]]:
-    """Log-prob of the label, entropy (0 without ``with_entropy``) and log-sum-exp of whole rows."""
+    with_squares: bool,
+) -> tuple[Float[Tensor, "R"], Float[Tensor, "R"], Float[Tensor, "R"], Float[Tensor, "R"]]:
+    """Log-prob of the label, entropy, squares (0 where not asked for) and log-sum-exp of whole rows."""
     z = _logits(x, bias, to_logits)
     lse = z.logsumexp(-1)
     log_probs = z.gather(-1, labels[:, None]).squeeze(-1) - lse
-    if not with_entropy:
-        return log_probs, torch.zeros_like(lse), lse
+    entropy, squares = torch.zeros_like(lse), torch.zeros_like(lse)
+    if not (with_entropy or with_squares):
+        return log_probs, entropy, squares, lse
     log_p = z.sub_(lse[:, None])
     p = log_p.exp()
-    log_p.masked_fill_(p == 0, 0.0)  # a banned token has p = 0, log p = -inf
-    return log_probs, -p.mul_(log_p).sum(-1), lse
+    if with_squares:
+        squares = torch.linalg.vector_norm(p, dim=-1).square()
+    if with_entropy:
+        log_p.masked_fill_(p == 0, 0.0)  # a banned token has p = 0, log p = -inf
+        entropy = -p.mul_(log_p).sum(-1)
+    return log_probs, entropy, squares, lse
 
 
 def logit_gradient(
@@ -170,26 +176,28 @@ class _TiledLogProbs(torch.autograd.Function):
         labels: Tensor,
         to_logits: LogitMap,
         with_entropy: bool,
+        with_squares: bool,
         tile_bytes: int,
         passes: ModuleType,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         labels = labels.contiguous()
-        log_probs, entropy, lse = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
+        log_probs, entropy, squares, lse = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(4))
         for rows in _tiles(len(hidden), len(weight), tile_bytes):
             x = _mm(hidden[rows], weight.t())
-            found = passes.row_statistics(x, bias, labels[rows], to_logits, with_entropy)
-            log_probs[rows], entropy[rows], lse[rows] = found
+            found = passes.row_statistics(x, bias, labels[rows], to_logits, with_entropy, with_squares)
+            log_probs[rows], entropy[rows], squares[rows], lse[rows] = found
             del x  # or it would live beside the next
         ctx.save_for_backward(hidden, weight, bias, labels, lse, entropy)
         ctx.to_logits, ctx.tile_bytes, ctx.passes = to_logits, tile_bytes, passes
         ctx.set_materialize_grads(False)
-        if not with_entropy:
-            ctx.mark_non_differentiable(entropy)
-        return log_probs, entropy
+        ctx.mark_non_differentiable(*(() if with_entropy else (entropy,)), squares)
+        return log_probs, entropy, squares
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, lse, entropy = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         d_hidden = None
@@ -210,7 +218,7 @@ class _TiledLogProbs(torch.autograd.Function):
             if d_bias is not None:
                 d_bias[columns] = d.sum(0, dtype=torch.float32)
             del d
-        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, *[None] * 5
+        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, *[None] * 6
 
 
 class LogProbHead(nn.Linear):
@@ -221,6 +229,7 @@ class LogProbHead(nn.Linear):
         labels: (R,), every entry a token id. None: float32 logits of ``hidden``, any shape, as the model's own forward expects.
         temperature: divides the logits.
         with_entropy: False saves work; the entropies are then 0.
+        with_squares: return the squares, too; they have no gradient.
         with_top: also say where the label is the likeliest token, by a matrix product of its own.
 
     Returns:
@@ -273,6 +282,7 @@ class LogProbHead(nn.Linear):
         labels: Tensor | None = None,
         temperature: float = 1.0,
         with_entropy: bool = True,
+        with_squares: bool = False,
         with_top: bool = False,
     ) -> Any:
         if labels is None:
@@ -281,9 +291,10 @@ class LogProbHead(nn.Linear):
         to_logits = LogitMap(float(temperature), self.softcap, self.logit_scale)
         passes = self.passes or _passes(hidden.device.type)
         found = _TiledLogProbs.apply(
-            hidden, self.weight, self.bias, labels, to_logits, with_entropy, self.tile_bytes, passes
+            hidden, self.weight, self.bias, labels, to_logits, with_entropy, with_squares, self.tile_bytes, passes
         )
-        return (*found, self._is_top(hidden, labels)) if with_top else found
+        squares = found[2:] if with_squares else ()
+        return (*found[:2], *squares, *((self._is_top(hidden, labels),) if with_top else ()))
 
     @torch.no_grad()
     def _is_top(self, hidden: Float[Tensor, "R h"], labels: Int[Tensor, "R"]) -> Float[Tensor, "R"]:

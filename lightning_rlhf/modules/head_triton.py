@@ -36,6 +36,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     labels_ptr,
     log_probs_ptr,
     entropy_ptr,
+    squares_ptr,
     lse_ptr,
     stride,
     scale,
@@ -45,6 +46,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     HAS_BIAS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
+    WITH_SQUARES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -52,6 +54,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     peak = -1e30  # finite: a block of banned tokens only is -inf throughout, and -inf - -inf is no number
     total = 0.0  # Σ exp(z - peak)
     moment = 0.0  # Σ exp(z - peak) (z - peak)
+    squares = 0.0  # Σ exp(z - peak)²
     for start in range(0, COLUMNS, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < COLUMNS
@@ -64,6 +67,8 @@ def _row_kernel(  # type: ignore[no-untyped-def]
         e = tl.exp(z - higher)
         if WITH_ENTROPY:
             moment = shrink * (moment + total * (peak - higher)) + tl.sum(tl.where(e > 0, e * (z - higher), 0.0), 0)
+        if WITH_SQUARES:
+            squares = shrink * shrink * squares + tl.sum(e * e, 0)
         total = shrink * total + tl.sum(e, 0)
         peak = higher
     lse = peak + tl.log(total)
@@ -76,6 +81,8 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     tl.store(lse_ptr + row, lse)
     if WITH_ENTROPY:
         tl.store(entropy_ptr + row, tl.log(total) - moment / total)
+    if WITH_SQUARES:
+        tl.store(squares_ptr + row, squares / (total * total))
 
 
 @triton.jit
@@ -118,10 +125,10 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 def row_statistics(
-    x: Tensor, bias: Tensor | None, labels: Tensor, to_logits: LogitMap, with_entropy: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, bias: Tensor | None, labels: Tensor, to_logits: LogitMap, with_entropy: bool, with_squares: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `head.row_statistics`, x is left as it is."""
-    log_probs, entropy, lse = (x.new_zeros(len(x)) for _ in range(3))
+    log_probs, entropy, squares, lse = (x.new_zeros(len(x)) for _ in range(4))
     if len(x):
         with torch.cuda.device_of(x):
             _row_kernel[(len(x),)](
@@ -130,6 +137,7 @@ def row_statistics(
                 labels,
                 log_probs,
                 entropy,
+                squares,
                 lse,
                 x.stride(0),
                 *_numbers(to_logits),
@@ -137,10 +145,11 @@ def row_statistics(
                 HAS_BIAS=bias is not None,
                 HAS_CAP=to_logits.softcap is not None,
                 WITH_ENTROPY=with_entropy,
+                WITH_SQUARES=with_squares,
                 BLOCK=BLOCK,
                 **OPTIONS,
             )
-    return log_probs, entropy, lse
+    return log_probs, entropy, squares, lse
 
 
 def logit_gradient(

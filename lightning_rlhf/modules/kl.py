@@ -37,6 +37,8 @@ class KL:
         target: the distance, in nats per token, that ``coef`` is steered to from iteration to iteration (Ziegler et al. 2019,
             arXiv:1909.08593); null keeps ``coef`` as it is.
         horizon: responses in which a distance 20 % off the target changes the coefficient by 20 %.
+        refresh_every: iterations after which the reference becomes the policy of then; null keeps the one that it started from.
+            It is then part of the checkpoints.
     """
 
     coef: NonNegativeFloat = 0.0
@@ -44,6 +46,7 @@ class KL:
     where: Literal["loss", "reward"] = "loss"
     target: PositiveFloat | None = None
     horizon: PositiveInt = 10000
+    refresh_every: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         if self.where == "loss" and self.estimator in ("k1", "abs"):
@@ -55,6 +58,9 @@ class KL:
             raise ValueError(
                 "model.kl.target steers model.kl.coef, which must not start at 0: set it, or leave out target"
             )
+
+        if self.refresh_every is not None and not self.coef:
+            raise ValueError("model.kl.refresh_every renews the reference, which needs model.kl.coef: set it")
 
     def adapted(self, coef: float, measured: float, responses: int) -> float:
         """The coefficient after an iteration of ``responses`` in which the distance was ``measured``."""

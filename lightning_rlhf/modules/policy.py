@@ -8,7 +8,7 @@ sharded, allocated, and every rank reads its own slices of the safetensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -134,8 +134,9 @@ class PackedModel(nn.Module):
 class Policy(PackedModel):
     """The actor or the reference.
 
-    ``forward(packed, temperature, with_entropy, with_top)`` returns log-probs of the response tokens and entropies of their
-    distributions (0 without ``with_entropy``), float32, (b, T); with ``with_top`` also where a token is the likeliest (1 or 0).
+    ``forward(packed, temperature, with_entropy, with_squares, with_top)`` returns log-probs of the response tokens, entropies of
+    their distributions (0 without ``with_entropy``) and, each if asked for, their Σπ² over the vocabulary and where a token is
+    the likeliest (1 or 0): float32, (b, T).
     """
 
     head_kind: HeadKind = "tokens"
@@ -149,10 +150,15 @@ class Policy(PackedModel):
         return self.model.get_output_embeddings()  # type: ignore[operator]
 
     def forward(
-        self, packed: Packed, temperature: float, with_entropy: bool = False, with_top: bool = False
+        self,
+        packed: Packed,
+        temperature: float,
+        with_entropy: bool = False,
+        with_squares: bool = False,
+        with_top: bool = False,
     ) -> tuple[Tensor, ...]:
         labels = shard_sequence(packed.labels, self._group).index_select(0, packed.rows)
-        found = self.head(self.hidden_rows(packed), labels, temperature, with_entropy, with_top)
+        found = self.head(self.hidden_rows(packed), labels, temperature, with_entropy, with_squares, with_top)
         return tuple(self.align(values, packed) for values in found)
 
     def stock_log_probs(self, packed: Packed) -> Float[Tensor, "b T"]:
@@ -161,12 +167,18 @@ class Policy(PackedModel):
         labels = shard_sequence(packed.labels, self._group).index_select(0, packed.rows)
         return self.align(logits.float().log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1), packed)
 
-    def hf_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(transformers name, shard) pairs, an adapter merged; a tied parameter comes under each of its names."""
+    def hf_named_parameters(
+        self, value: Callable[[nn.Parameter], Tensor] = lambda p: p
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(transformers name, shard) pairs, an adapter merged; a tied parameter comes under each of its names.
+
+        Args:
+            value: what takes the place of a parameter, see `copies.averages`.
+        """
         if self.adapter is not None:
-            yield from self.adapter.merged()
+            yield from self.adapter.merged(value)
         else:
-            yield from self.model.named_parameters(remove_duplicate=False)
+            yield from ((name, value(p)) for name, p in self.model.named_parameters(remove_duplicate=False))
 
     def hf_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """(transformers name, tensor) of what belongs to the weights and is not trained, in its own dtype."""

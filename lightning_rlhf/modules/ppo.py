@@ -109,13 +109,16 @@ class PPOLightningModule(RLHFLightningModule):
             return replace(experience, values=self.forward_all(self.critic, experience, self.critic))
 
     def compute_advantages(self, experience: Experience) -> tuple[Tensor, Tensor]:
-        rewards = experience.rewards
         if self.whiten_rewards:
+            rewards = experience.rewards
             mean = masked_mean(rewards, experience.mask)
-            rewards = (masked_whiten(rewards, experience.mask) + mean) * experience.mask
-        options = {"gamma": self.gamma, "lam": self.lam, "whiten": self.whiten_advantages, **self.advantage_args}
-        inputs = self.estimator_inputs(experience) | {"rewards": rewards, "values": experience.values}
-        return self.advantage_function(**inputs, **options)
+            whitened = (masked_whiten(rewards, experience.mask) + mean) * experience.mask
+            experience = replace(experience, rewards=whitened)
+        return super().compute_advantages(experience)
+
+    def estimator_inputs(self, experience: Experience) -> dict[str, Any]:
+        own = {"values": experience.values, "gamma": self.gamma, "lam": self.lam, "whiten": self.whiten_advantages}
+        return super().estimator_inputs(experience) | own
 
     def update(self, experience: Experience) -> Metrics:
         metrics = super().update(experience)

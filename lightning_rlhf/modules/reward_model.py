@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -12,10 +13,12 @@ from torchmetrics.classification import BinaryCalibrationError
 from transformers import AutoModelForSequenceClassification
 
 from lightning_rlhf.flops import Passes
-from lightning_rlhf.modules.batching import MicroBatch
+from lightning_rlhf.hf_config import padding_of
+from lightning_rlhf.modules.batching import MicroBatch, example_batches
 from lightning_rlhf.modules.critic import Critic, build_critic
 from lightning_rlhf.modules.metrics import Metrics
 from lightning_rlhf.modules.preferences import bradley_terry
+from lightning_rlhf.modules.score_head import scored_part
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.modules.supervised import SupervisedLightningModule
 from lightning_rlhf.modules.training import passes_of
@@ -39,6 +42,11 @@ class RewardModelLightningModule(SupervisedLightningModule):
 
     def __init__(self, model: str, center_rewards_coefficient: NonNegativeFloat = 0.0, **kwargs: Any) -> None:
         super().__init__(model, **kwargs)
+        if self.settings.lora is not None and self.settings.lora.adapter is not None:
+            raise ValueError(
+                "model.lora.adapter is a policy's, that of a reward model starts anew: merge it into model.model first"
+                " (lightning-rlhf export), or leave it out"
+            )
         self.center_rewards_coefficient = center_rewards_coefficient
         self.reward_model: Critic = None  # type: ignore[assignment]
         self._calibration: BinaryCalibrationError | None = None
@@ -78,6 +86,11 @@ class RewardModelLightningModule(SupervisedLightningModule):
     def flops(self) -> list[Passes]:
         return passes_of(self.reward_model, 1, 1, 1)
 
+    def batches(self, examples: Examples) -> tuple[list[MicroBatch], int]:
+        padding = padding_of(self.settings.config, self.tokenizer)
+        read = replace(examples, sequences=[scored_part(one, padding) for one in examples.sequences])
+        return example_batches(read, self.split, ends_only=True)
+
     def loss(
         self, examples: Examples, batch: MicroBatch, prepared: Any, metrics: Metrics, measured: bool
     ) -> Float[Tensor, ""]:
@@ -106,5 +119,3 @@ class RewardModelLightningModule(SupervisedLightningModule):
         assert self._calibration is not None
         calibration, self._calibration = self._calibration, None
         return reduced | {"calibration_error": float(calibration.compute())}
-
-    on_test_epoch_start = on_validation_epoch_start

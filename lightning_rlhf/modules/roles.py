@@ -8,15 +8,19 @@ What is done with them is in `modules.base`.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from torch import Tensor, nn
 
 from lightning_rlhf.images import ImageEncoder
 from lightning_rlhf.manifest import RUN, check_resumed, versions
+from lightning_rlhf.modules.copies import average_of, averages, copy_weights, update_average
 from lightning_rlhf.modules.critic import Critic, check_model
 from lightning_rlhf.modules.policy import Policy, build_policy
+from lightning_rlhf.modules.score_head import head_names, is_scored
 from lightning_rlhf.modules.settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -37,15 +41,19 @@ class ModelRoles(pl.LightningModule):
         lr: its learning rate.
 
     Attributes:
+        ema_decay: of ``average``, the moving average of the actor's weights; None is none.
         iteration: how many the weights have been through; those of a checkpoint once it is loaded.
         weight_version: grows whenever the actor's weights change; an engine with another one is stale.
     """
+
+    ema_decay: float | None = None
 
     def __init__(self, settings: ModelSettings, lr: float) -> None:
         super().__init__()
         self.settings, self.lr = settings, lr
         self.actor: Policy = None  # type: ignore[assignment]
         self.reference: Policy | None = None
+        self.average: nn.Module | None = None
         self.iteration = 0
         self.weight_version = 0
 
@@ -53,8 +61,27 @@ class ModelRoles(pl.LightningModule):
     def needs_reference(self) -> bool:
         return False
 
+    @property
+    def refresh_every(self) -> int | None:
+        """Iterations after which the reference becomes the actor of then."""
+        return None
+
+    @property
+    def frozen_in_checkpoints(self) -> tuple[str, ...]:
+        """Beginnings of the names of parameters that are not trained and that change all the same."""
+        changing = {"reference.": self.refresh_every, "average.": self.ema_decay}
+        return tuple(name for name, how in changing.items() if how is not None)
+
     def check_models(self) -> int:
         """Refuse models that cannot be trained here before any weights are loaded; returns the longest sequence that fits."""
+        for name, settings in self.roles.items():
+            if name in SCORED:
+                head_names(settings, bias=name == "critic")
+            elif is_scored(settings):
+                raise ValueError(
+                    f"{settings.key}: {settings.model!r} is a {settings.config.architectures[0]}, its language-model head"
+                    " would be a random one: take a language model"
+                )
         roles = {(settings, name in SCORED) for name, settings in self.roles.items()}
         limits = [(settings, check_model(settings, self.strategy, critic=critic)) for settings, critic in roles]
         return min(limit for settings, limit in limits if settings.reads_policy_tokens)
@@ -83,6 +110,23 @@ class ModelRoles(pl.LightningModule):
         self.actor = build_policy(self.settings, self.strategy, seed=self.seed)
         if "reference" in self.roles:
             self.reference = build_policy(self.settings, self.strategy, frozen=True)
+        if self.ema_decay is not None:
+            self.average = average_of(self.actor)
+
+    def hf_named_weights(self, average: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """`Policy.hf_named_parameters` of the actor, or of its moving average."""
+        if not average:
+            return self.actor.hf_named_parameters()
+        assert self.average is not None
+        return self.actor.hf_named_parameters(averages(self.average, self.actor))
+
+    def follow_actor(self) -> None:
+        """After an iteration: what changes with the actor's weights, see `copies`."""
+        self.strategy.reshard(self.actor)
+        if self.average is not None and self.ema_decay is not None:
+            update_average(self.average, self.actor, self.ema_decay)
+        if self.reference is not None and self.refresh_every is not None and self.iteration % self.refresh_every == 0:
+            copy_weights(self.actor, self.reference)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """One group per role: clipped, checked and logged on its own."""

@@ -15,6 +15,8 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 from torch.distributed.tensor import distribute_tensor
 
 from lightning_rlhf.modules.loading import stored_names
@@ -61,6 +63,12 @@ def head_names(settings: ModelSettings, bias: bool) -> dict[str, str]:
             f"{settings.key}: {settings.model!r} is a critic, its head has a bias: take a sequence-classification model"
         )
     return {f"value_head.{n}": f"score.{n}" for n in ("weight", "bias") if f"score.{n}" in stored}
+
+
+def scored_part(sequence: Int[Tensor, "_"], padding: int | None) -> Int[Tensor, "_"]:
+    """Up to the last token that is not ``padding``: where transformers reads the score, also if an EOS doubles as padding."""
+    kept = (sequence != padding).nonzero() if padding is not None else None
+    return sequence if kept is None else sequence[: int(kept[-1]) + 1 if len(kept) else 1]
 
 
 @torch.no_grad()

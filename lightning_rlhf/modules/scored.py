@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveFloat
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_rlhf.modules.critic import Critic
-from lightning_rlhf.modules.frozen_reward import FrozenRewardModel, build_reward_model, scores_of_all
+from lightning_rlhf.modules.frozen_reward import (
+    FrozenRewardModel,
+    build_reward_model,
+    check_reward_model,
+    scores_of_all,
+)
 from lightning_rlhf.modules.policy import longest_sequence
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.modules.training import TrainedModule
@@ -58,6 +62,10 @@ class ScoredModule(TrainedModule):
     ) -> None:
         super().__init__(model, **kwargs)
         self.scorer = Scorer(reward or [], reward_weights, timeout=reward_timeout, workers=reward_workers)
+        if reward_model is not None and "reward_model" in (reward.name for reward in self.scorer.rewards):
+            raise ValueError(
+                "model.reward: a function called reward_model has no name of its own beside model.reward_model: rename it"
+            )
         self.frozen_reward = reward_model
         self.reward_model: Critic | None = None
         self._given: dict[str, tuple[Tensor, float]] = {}
@@ -74,6 +82,11 @@ class ScoredModule(TrainedModule):
             return super().roles
         return super().roles | {"reward_model": self.frozen_reward.settings(self.settings)}
 
+    def check_models(self) -> int:
+        if self.frozen_reward is not None:
+            check_reward_model(self.roles["reward_model"])
+        return super().check_models()
+
     def configure_model(self) -> None:
         super().configure_model()
         if self.frozen_reward is not None and self.reward_model is None:
@@ -88,6 +101,14 @@ class ScoredModule(TrainedModule):
         Called for training and validation, on the first rank of each sequence-parallel group only.
         """
         return self.scorer(rollout, self.decode(rollout), self.trainer, given=self._given, decode=self.decode_ids)
+
+    @property
+    def score_names(self) -> list[str] | None:
+        """Of what `score` adds up; None if it is a subclass's own."""
+        if type(self).score is not ScoredModule.score:
+            return None
+        names = [reward.name for reward in self.scorer.rewards]
+        return names if self.frozen_reward is None else [*names, "reward_model"]
 
     def decode(self, rollout: Rollout) -> list[str]:
         """Texts of the responses, special tokens left out."""
@@ -166,20 +187,8 @@ class ScoredModule(TrainedModule):
         answers = answers_of(self.last_scores, self.decode(rollout)) if n > 1 else ()
         self._validation[dataloader_idx].update(rollout.prompts.index, self.last_scores, n, answers)
 
-    def validation_set(self, dataloader_idx: int) -> str:
-        """Its name in metrics and samples."""
-        names = getattr(getattr(self.trainer, "datamodule", None), "val_names", None) or ["heldout"]
-        return names[dataloader_idx] if dataloader_idx < len(names) else f"heldout_{dataloader_idx}"
-
-    def test_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.validation_step(batch, batch_idx, dataloader_idx)
-
-    def on_test_epoch_end(self) -> None:
-        self.on_validation_epoch_end()
-
     def on_validation_epoch_end(self) -> None:
-        for metrics in self._validation.values():
-            self.log_dict(metrics.compute(), sync_dist=False, batch_size=1)
+        self.log_validated(
+            {k: value for metrics in self._validation.values() for k, value in metrics.compute().items()}
+        )
         self._validation.clear()
-        if self.trainer.state.fn != TrainerFn.FITTING:  # Lightning knows no other than 0
-            self.log("step", float(self.iteration), sync_dist=False, batch_size=1)

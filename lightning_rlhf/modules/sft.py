@@ -32,7 +32,7 @@ class SFTLightningModule(SupervisedLightningModule):
         self, examples: Examples, batch: MicroBatch, prepared: Any, metrics: Metrics, measured: bool
     ) -> Float[Tensor, ""]:
         mask = batch.packed.response_mask
-        log_probs, entropy, *is_top = self.actor(batch.packed, 1.0, measured, measured)
+        log_probs, entropy, *is_top = self.actor(batch.packed, 1.0, with_entropy=measured, with_top=measured)
         metrics.mean("loss", -log_probs, mask)
         metrics.sum("num_tokens", mask.sum())
         if measured:

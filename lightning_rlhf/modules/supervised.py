@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from jsonargparse.typing import PositiveFloat
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_rlhf.modules.batching import MicroBatch, example_batches
@@ -38,7 +37,7 @@ class SupervisedLightningModule(TrainedModule):
     """Sequences of an example: 2 of a pair."""
 
     ends_only = False
-    """Whether an example is read at the last tokens of its sequences, which are then tokenised as a whole."""
+    """Whether an example is read at the ends of its sequences, which are then tokenised as a whole."""
 
     def __init__(self, model: str, lr: PositiveFloat = 1e-5, **kwargs: Any) -> None:
         super().__init__(model, lr=lr, **kwargs)
@@ -83,6 +82,10 @@ class SupervisedLightningModule(TrainedModule):
             measured: add metrics that cost time, too.
         """
 
+    def batches(self, examples: Examples) -> tuple[list[MicroBatch], int]:
+        """This rank's micro-batches, and the tokens that all ranks spend time on; see `example_batches`."""
+        return example_batches(examples, self.split)
+
     def prepare(self, batches: list[MicroBatch]) -> list[Any]:
         """What the loss of each micro-batch needs and has no gradient."""
         return [None] * len(batches)
@@ -91,7 +94,7 @@ class SupervisedLightningModule(TrainedModule):
         examples: Examples = batch["examples"]
         metrics = Metrics(self.device)
         with self.phases("update"):
-            batches, spent = example_batches(examples, self.split, ends_only=self.ends_only)
+            batches, spent = self.batches(examples)
             for micro, prepared in zip(batches, self.prepare(batches), strict=True):
                 loss = self.loss(examples, micro, prepared, metrics, self.is_logging_iteration)
                 self.manual_backward(loss * self.trainer.world_size)
@@ -114,23 +117,16 @@ class SupervisedLightningModule(TrainedModule):
     def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
         examples: Examples = batch["examples"]
         assert self._validation is not None
-        batches, _ = example_batches(examples, self.split, ends_only=self.ends_only)
+        batches, _ = self.batches(examples)
         for micro, prepared in zip(batches, self.prepare(batches), strict=True):
             self.loss(examples, micro, prepared, self._validation, measured=True)
         self.strategy.reshard(self.root)
 
     def on_validation_epoch_end(self) -> None:
         assert self._validation is not None
-        names = getattr(getattr(self.trainer, "datamodule", None), "val_names", None) or ["heldout"]
         found = self.validated(self._validation.reduce(self.strategy.all_reduce_dp))
-        self.log_dict({f"val/{names[0]}/{name}": value for name, value in found.items()}, sync_dist=False, batch_size=1)
-        if self.trainer.state.fn != TrainerFn.FITTING:  # Lightning knows no other than 0
-            self.log("step", float(self.iteration), sync_dist=False, batch_size=1)
+        self.log_validated({f"val/{self.validation_set(0)}/{name}": value for name, value in found.items()})
 
     def validated(self, reduced: dict[str, float]) -> dict[str, float]:
         """The metrics of a validation, from their means over all of it."""
         return reduced
-
-    on_test_epoch_start = on_validation_epoch_start
-    test_step = validation_step
-    on_test_epoch_end = on_validation_epoch_end

@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.core.optimizer import do_nothing_closure
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_rlhf.flops import Passes, dims_of, frozen
 from lightning_rlhf.modules.batching import Split
@@ -142,6 +144,28 @@ class TrainedModule(ModelRoles):
         for key, result in (self.trainer._results or {}).items():
             if result.meta.name in names and key.startswith("training_step."):
                 result.reset()
+
+    # -- validation: `test` is the same under another name ------------------------------------------------------
+
+    def validation_set(self, dataloader_idx: int) -> str:
+        """Its name in metrics and samples."""
+        names = getattr(getattr(self.trainer, "datamodule", None), "val_names", None) or ["heldout"]
+        return names[dataloader_idx] if dataloader_idx < len(names) else f"heldout_{dataloader_idx}"
+
+    def log_validated(self, found: Mapping[str, Any]) -> None:
+        """Log a validation's metrics, equal on every rank; outside of training with the iteration that the weights are of."""
+        fitting = self.trainer.state.fn == TrainerFn.FITTING
+        step = {} if fitting else {"step": float(self.iteration)}  # Lightning knows no other than 0
+        self.log_dict({**found, **step}, sync_dist=False, batch_size=1)
+
+    def on_test_epoch_start(self) -> None:
+        self.on_validation_epoch_start()
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.validation_step(batch, batch_idx, dataloader_idx)
+
+    def on_test_epoch_end(self) -> None:
+        self.on_validation_epoch_end()
 
 
 def passes_of(root: Policy | Critic, outputs: int | None, forward: int, backward: int) -> list[Passes]:

@@ -130,9 +130,10 @@ def make_plan(
         evaluates=module.needs_old_log_probs or module.needs_reference or len(roles) > 1,
         keeps_gathered=run.strategy.reshard_after_forward is False,
         prefetch=run.strategy.prefetch,
+        averages=module.ema_decay is not None,
     )
     size = run.compute_dtype.itemsize
-    in_flight = -(-(run.prompts or 256) // run.data_ranks) * run.num_generations
+    in_flight = -(-(run.prompts or 256) // run.data_ranks) * (run.num_generations + module.needs_greedy)
     kv_token = size * policy.kv_elements // run.cache_split
     engine = run.engine.plan_memory(
         size * policy.parameters // run.engine_ranks,

@@ -89,6 +89,7 @@ class Options:
         evaluates: there is a pass without gradients before the update.
         keeps_gathered: trained models stay gathered until the optimizer's step.
         prefetch: layers that are gathered ahead.
+        averages: a moving average of the actor is kept.
     """
 
     optimizer_bytes: float
@@ -101,6 +102,7 @@ class Options:
     evaluates: bool
     keeps_gathered: bool = False
     prefetch: int = 0
+    averages: bool = False
 
 
 def phases(run: Run, roles: list[Role], options: Options, engine: EngineMemory) -> list[Phase]:
@@ -131,11 +133,13 @@ def resident(run: Run, roles: list[Role], options: Options) -> dict[str, int]:
     elements = sum(role.shape.trained_shard(run.shards) for role in trained)
     base = sum(role.shape.shard(run.shards) for role in trained) - elements  # of LoRA, in the compute dtype
     frozen = [] if options.offload_reference else [role for role in roles if not role.trained]
+    average = {"average": 4 * roles[0].shape.trained_shard(run.shards)} if options.averages else {}
     return {
         "context": CONTEXT if run.device_type == "cuda" else 0,
         "parameters": elements * run.param_dtype.itemsize + base * run.compute_dtype.itemsize,
         "reference": 2 * sum(role.shape.shard(run.shards) for role in frozen),
         "optimizer": int(elements * options.optimizer_bytes),
+        **average,
     }
 
 
@@ -152,7 +156,7 @@ def host(run: Run, roles: list[Role], options: Options, engine: EngineMemory) ->
         "reference": processes * reference * options.offload_reference,
         "activations": processes * max((parts["moved"] for parts in passes), default=0),
         "engine weights": processes * engine.weights if options.rung.sleep_level == 1 else 0,
-        "checkpoint": processes * (trained + held["optimizer"]) * run.async_save,
+        "checkpoint": processes * (trained + held["optimizer"] + held.get("average", 0)) * run.async_save,
     }
 
 

@@ -33,12 +33,12 @@ Key = tuple[tuple[int, ...], int]
 
 @dataclass(slots=True)
 class Row:
-    """A response in the making; "abort" as long as it is not finished."""
+    """A response in the making; "abort" as long as it is not finished. Without ``rng`` it is the greedy one."""
 
     prompt: tuple[int, ...]
     images: PromptImages | None
     limit: int
-    rng: random.Random
+    rng: random.Random | None
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: Literal["stop", "length", "abort"] = "abort"
@@ -107,11 +107,10 @@ class Batch:
         early = [[i] for i, row in enumerate(self.rows) if len(row.token_ids) < sampling.min_completion_length]
         if early and stop.ids:
             self.logits[early, stop.ids] = -torch.inf
-        uniforms = [row.rng.random() for row in self.rows]
+        uniforms = [torch.nan if row.rng is None else row.rng.random() for row in self.rows]
         tokens, log_probs = draw(
             processed_logits(self.logits, sampling),
             torch.tensor(uniforms, dtype=torch.float64, device=self.logits.device),
-            greedy=sampling.temperature == 0,
         )
         for row, token, log_prob in zip(self.rows, tokens.tolist(), log_probs.tolist(), strict=True):
             row.append(token, log_prob, stop)
@@ -189,15 +188,16 @@ def processed_logits(logits: Float[Tensor, "B V"], sampling: Sampling) -> Float[
     return logits
 
 
-def draw(
-    logits: Float[Tensor, "B V"], uniforms: Float[Tensor, "B"], greedy: bool
-) -> tuple[Int[Tensor, "B"], Float[Tensor, "B"]]:
-    """One token per row and its log-prob: the argmax, or the inverse of the cumulative distribution at ``uniforms``."""
-    probs = logits.softmax(-1)
-    if greedy:
-        tokens = logits.argmax(-1, keepdim=True)
-    else:
+def draw(logits: Float[Tensor, "B V"], uniforms: Float[Tensor, "B"]) -> tuple[Int[Tensor, "B"], Float[Tensor, "B"]]:
+    """One token per row and its log-prob: the inverse of the cumulative distribution at ``uniforms``, where one is NaN the
+    likeliest.
+    """
+    probs, greedy = logits.softmax(-1), uniforms.isnan()
+    tokens = logits.argmax(-1, keepdim=True)
+    if not greedy.all():
         cumulative = probs.cumsum(-1, dtype=torch.float64)
-        threshold = uniforms[:, None] * cumulative[:, -1:]  # below the total: a token without mass is never drawn
-        tokens = torch.searchsorted(cumulative, threshold, right=True)
+        threshold = (
+            uniforms.nan_to_num(0.0)[:, None] * cumulative[:, -1:]
+        )  # below the total: one without mass is never drawn
+        tokens = torch.where(greedy[:, None], tokens, torch.searchsorted(cumulative, threshold, right=True))
     return tokens[:, 0], probs.gather(-1, tokens).log()[:, 0]

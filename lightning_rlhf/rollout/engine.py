@@ -123,7 +123,7 @@ class RolloutEngine(ABC):
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         *,
-        seeds: Sequence[int],
+        seeds: Sequence[int | None],
         log_probs: bool = False,
         images: Sequence[PromptImages | None] | None = None,
     ) -> list[Completion]:
@@ -133,6 +133,7 @@ class RolloutEngine(ABC):
             prompts: token ids.
             sampling: how to draw; ``num_generations`` was already applied by the caller.
             seeds: one per entry; a response is a function of (weights, prompt, sampling, seed) as far as the kernels allow.
+                None: the greedy response, `Sampling.greedy`.
             log_probs: return the log-prob of each sampled token under the distribution it was drawn from.
             images: the pictures of each entry; left out when no prompt has any.
 

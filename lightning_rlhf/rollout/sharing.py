@@ -48,7 +48,7 @@ class Pool:
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         *,
-        seeds: Sequence[int],
+        seeds: Sequence[int | None],
         log_probs: bool = False,
         images: Sequence[PromptImages | None] | None = None,
         expected: Sequence[float] | None = None,

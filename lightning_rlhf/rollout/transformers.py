@@ -135,7 +135,7 @@ class TransformersEngine(RolloutEngine):
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         *,
-        seeds: Sequence[int],
+        seeds: Sequence[int | None],
         log_probs: bool = False,
         images: Sequence[PromptImages | None] | None = None,
     ) -> list[Completion]:
@@ -158,14 +158,15 @@ class TransformersEngine(RolloutEngine):
         if sampling.extra:
             raise ValueError(f"sampling.extra must be empty with the TransformersEngine, got {sorted(sampling.extra)}")
 
-    def _row(self, prompt: Sequence[int], seed: int, images: PromptImages | None, sampling: Sampling) -> Row:
+    def _row(self, prompt: Sequence[int], seed: int | None, images: PromptImages | None, sampling: Sampling) -> Row:
         room = self.context.max_model_len - len(prompt)
         if not prompt or room < 1:
             raise ValueError(
                 f"a prompt must have 1 to {self.context.max_model_len - 1} tokens (max_model_len is "
                 f"{self.context.max_model_len}), got {len(prompt)}: shorten it or raise max_model_len"
             )
-        return Row(tuple(prompt), images, min(room, sampling.max_completion_length), random.Random(seed))
+        rng = None if seed is None or sampling.temperature == 0.0 else random.Random(seed)
+        return Row(tuple(prompt), images, min(room, sampling.max_completion_length), rng)
 
     def _decode(self, rows: list[Row], sampling: Sampling, stop: Stop) -> None:
         """Draw all responses in order, ``batch_size`` at once: where enough have ended, the next ones take their places."""

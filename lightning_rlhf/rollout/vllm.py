@@ -352,7 +352,7 @@ class VLLMEngine(RolloutEngine):
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         *,
-        seeds: Sequence[int],
+        seeds: Sequence[int | None],
         log_probs: bool = False,
         images: Sequence[PromptImages | None] | None = None,
     ) -> list[Completion]:
@@ -370,7 +370,8 @@ class VLLMEngine(RolloutEngine):
         if not prompts:
             return []
         self._check_lengths(prompts)
-        parameters = [self._sampling_params(sampling, seed, log_probs) for seed in seeds]
+        greedy = sampling.greedy
+        parameters = [self._sampling_params(greedy if s is None else sampling, s, log_probs) for s in seeds]
         shown = images or [None] * len(prompts)
         names = {key: _names(one) for key, one in {id(one): one for one in shown if one is not None}.items()}
         requests = [_request(prompt, one, names.get(id(one))) for prompt, one in zip(prompts, shown, strict=True)]
@@ -402,7 +403,7 @@ class VLLMEngine(RolloutEngine):
                     "shorten it or raise max_model_len"
                 )
 
-    def _sampling_params(self, sampling: Sampling, seed: int, log_probs: bool) -> Any:
+    def _sampling_params(self, sampling: Sampling, seed: int | None, log_probs: bool) -> Any:
         """vLLM adds the tokenizer's EOS to what ends a response; ``ignore_eos`` leaves it to the ids of the setup."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind

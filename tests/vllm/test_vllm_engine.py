@@ -223,6 +223,14 @@ def test_seeds_decide_the_sample_and_the_global_generators_are_left_alone(engine
     assert engine.generate([[5, 6]], sampling, seeds=[2]) == [first[1]], "whatever shares the batch"
 
 
+def test_a_request_without_a_seed_is_greedy_among_others_that_are_not(engine: VLLMEngine) -> None:
+    sync(engine, policy())
+    sampling = Sampling(temperature=1.3, top_p=0.9, max_completion_length=12)
+    mixed = engine.generate([p for p in PROMPTS for _ in (0, 1)], sampling, seeds=[7, None] * 4, log_probs=True)
+    assert [c.token_ids for c in mixed[1::2]] == [c.token_ids for c in engine.generate(PROMPTS, GREEDY, seeds=[1] * 4)]
+    assert mixed[::2] != mixed[1::2]
+
+
 def test_ends_of_responses_are_those_of_the_embedded_engine() -> None:
     """Several EOS ids; the tokenizer's own is not among them."""
     close_running()

@@ -11,7 +11,15 @@ import pytest
 from test_vllm_run import ENGINE
 
 ROOT = Path(__file__).parent.parent.parent
-KILLED = [sys.executable, "benchmarks/resume.py", "--config", "configs/tiny_ppo.yaml", "--steps=5", "--kill_at=4"]
+KILLED = [
+    sys.executable,
+    "benchmarks/resume.py",
+    "--at_once",
+    "--config",
+    "configs/tiny_ppo.yaml",
+    "--steps=5",
+    "--kill_at=4",
+]
 
 
 @pytest.mark.vllm

@@ -43,6 +43,16 @@ def test_the_engine_generates_beside_the_update(tmp_path):
     assert_equal_runs(first, second, 1e-7)
 
 
+def test_rounds_with_greedy_responses_among_the_sampled_ones(tmp_path):
+    recipe = ["--model.init_args.advantage=remax", "--rollout.filter_groups={max_num_gen_batches: 2}"]
+    rows = run(tmp_path, "tiny_grpo.yaml", *QUIET, *ENGINE, *recipe, "--rollout.sampling.num_generations=2")
+    trained = [row for row in rows if "reward/mean" in row]
+    assert len(trained) == 4
+    assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in trained)
+    assert all(row["rollout/gen_batches"] == 2.0 and row["reward/frac_zero_std"] == 0.0 for row in trained)
+    assert all("reward/greedy_mean" in row for row in trained)
+
+
 class Fails(GRPOLightningModule):
     def policy_loss(self, *args: object, **kwargs: object) -> None:
         raise ArithmeticError("of the module")
