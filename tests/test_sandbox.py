@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -102,7 +103,7 @@ def test_a_program_that_fails_has_no_output(shut: Sandbox, program: str) -> None
 def test_a_program_without_end_is_ended(brief: Sandbox) -> None:
     endless = ["while True: pass", "import time\ntime.sleep(1000)", "print(1, flush=True)\nwhile 1: pass"]
     start = time.monotonic()
-    assert at_once([lambda one=one: brief.output_of(one, "", 100) for one in endless]) == [(None, True)] * 3
+    assert at_once([partial(brief.output_of, one, "", 100) for one in endless]) == [(None, True)] * 3
     assert time.monotonic() - start < 4
 
 
@@ -246,6 +247,8 @@ WRITES = {
     "link": "os.link({path!r}, {path!r} + '2')",
     "symbolic link": "os.symlink('/', {path!r} + '2')",
     "shared memory": "open('/dev/shm/lightning_rlhf_test', 'w')",
+    "lock": "import fcntl\nfcntl.flock(os.open({path!r}, os.O_RDONLY), fcntl.LOCK_EX)",
+    "lease": "import fcntl\nfcntl.fcntl(os.open({path!r}, os.O_RDONLY), 1024, fcntl.F_RDLCK)",
     "tempfile": "import tempfile\ntempfile.TemporaryFile()",
 }
 
@@ -472,7 +475,7 @@ def test_a_verdict_cannot_be_forged(shut: Sandbox, how: str) -> None:
     tests += [
         test for test in FORGED_TESTS if test.startswith("assert np") and ("np" in FORGERIES[how] or "equals" in how)
     ]
-    if any(shut.passes(FORGERIES[how], test)[0] for test in tests):
+    if any(passed for passed, _ in at_once([partial(shut.passes, FORGERIES[how], test) for test in tests])):
         pytest.fail(str([test for test in FORGED_TESTS if shut.passes(FORGERIES[how], test)[0]]))
 
 
@@ -497,7 +500,7 @@ def test_the_right_answer_passes_what_forgeries_fail(shut: Sandbox) -> None:
 def test_a_test_without_end_is_ended(brief: Sandbox) -> None:
     pairs = [("def f(x):\n    while True: pass", "assert f(1) == 2"), ("while True: pass", "assert f(1) == 2")]
     pairs += [("def f(): return 1", "while True: f()")]
-    assert at_once([lambda pair=pair: brief.passes(*pair) for pair in pairs]) == [(False, True)] * 3
+    assert at_once([partial(brief.passes, *pair) for pair in pairs]) == [(False, True)] * 3
 
 
 # -- servers -----------------------------------------------------------------------------------------------------------
