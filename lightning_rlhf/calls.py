@@ -60,6 +60,11 @@ class Reward:
     def is_async(self) -> bool:
         return any(inspect.iscoroutinefunction(f) for f in (self.function, type(self.function).__call__))
 
+    def check(self) -> None:
+        """Raise ValueError if it cannot be called with arguments by name."""
+        if nameless := [p.name for p in self.parameters.values() if p.kind is p.POSITIONAL_ONLY]:
+            raise ValueError(f"reward {self.name} takes {nameless[0]} by position only: arguments are given by name")
+
     def takes(self, name: str) -> bool:
         if self.per_response:
             return name == "completions" or name in _VERL_COLUMNS

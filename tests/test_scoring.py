@@ -291,6 +291,14 @@ def test_a_result_of_the_wrong_length_or_type_is_an_error_that_names_the_functio
         Scorer([wrong])(rollout(), list("abcd"))
 
 
+def test_arguments_by_position_are_refused():
+    def nameless(prompts, completions, /):
+        return [1.0] * len(completions)
+
+    with pytest.raises(ValueError, match="reward nameless takes prompts by position only: arguments are given by name"):
+        Scorer([nameless])
+
+
 def test_a_missing_package_stops_the_run():
     def needs(completions, **kwargs):
         import not_a_package  # noqa: F401
