@@ -18,7 +18,7 @@ import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
 from lightning_rlhf.prompts import PromptEncoder, conversation
@@ -98,7 +98,7 @@ def preference(row: Row) -> tuple[Any, Any, Any]:
 
 def _beginning(chosen: str, rejected: str) -> str:
     """The words that two texts begin with alike: the prompt, as TRL takes it, which may end inside a word."""
-    common = commonprefix([chosen, rejected])
+    common = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
     return "" if common in (chosen, rejected) or not (words := re.match(r"(.*)\s", common, re.DOTALL)) else words[1]
 
 
