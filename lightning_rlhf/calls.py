@@ -25,7 +25,7 @@ from lightning_rlhf.process_rewards import Steps, read_steps
 from lightning_rlhf.rewards import RewardError, text_of
 
 _STATE = ("trainer_state", "log_metric", "log_extra")
-_RESERVED = ("mean", "std", "square", "failures", "frac_zero_std")
+_RESERVED = ("mean", "std", "square", "failures", "abstained", "frac_zero_std")
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _VERL_COLUMNS = ("data_source", "ground_truth", "reward_model", "answer", "solution", "extra_info")
 
@@ -59,6 +59,11 @@ class Reward:
     @property
     def is_async(self) -> bool:
         return any(inspect.iscoroutinefunction(f) for f in (self.function, type(self.function).__call__))
+
+    def check(self) -> None:
+        """Raise ValueError if it cannot be called with arguments by name."""
+        if nameless := [p.name for p in self.parameters.values() if p.kind is p.POSITIONAL_ONLY]:
+            raise ValueError(f"reward {self.name} takes {nameless[0]} by position only: arguments are given by name")
 
     def takes(self, name: str) -> bool:
         if self.per_response:
@@ -100,8 +105,7 @@ class RewardJob:
         logged = Outcome([])
 
         def log_metric(name: str, value: float) -> None:
-            if name in _RESERVED or name.endswith("/mean"):
-                raise RewardError(f"must not log_metric({name!r}): reward/{name} is a metric of the trainer's")
+            _check_free(name)
             logged.metrics[name] = float(value)
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
@@ -135,10 +139,17 @@ class RewardJob:
         if without := [one for one in results if "score" not in one]:
             raise RewardError(f"must return a number or a dict with a score, got one with {', '.join(without[0])}")
         extras = dict.fromkeys(key for one in results for key in one if key != "score")
+        for key in extras:
+            _check_free(f"{self.reward.name}/{key}")
         columns = {f"{self.reward.name}/{key}": [one.get(key) for one in results] for key in extras}
         numbers = {key: [float(v) for v in values if isinstance(v, int | float)] for key, values in columns.items()}
         metrics = {key: sum(values) / len(values) for key, values in numbers.items() if values}
         return Outcome(*_numbers([one["score"] for one in results], self.size), metrics, columns)
+
+
+def _check_free(name: str) -> None:
+    if name in _RESERVED or name.endswith("/mean"):
+        raise RewardError(f"must not log {name!r}: reward/{name} is a metric of the trainer's")
 
 
 def _ground_truth(row: Mapping[str, Any]) -> Any:

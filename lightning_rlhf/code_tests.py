@@ -164,9 +164,15 @@ def read_tests(value: Any) -> list[Test]:
             found.append(Printed(_lines(test["input"]), _lines(test["output"])))
         elif isinstance(test, str):
             try:
-                ast.parse(test)
+                nodes = list(ast.walk(ast.parse(test)))
             except (SyntaxError, ValueError) as error:
                 raise ValueError(f"a test must be Python, got {test[:60]!r} ({error})") from error
+            called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+            if (
+                any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in nodes)
+                and "check" not in called
+            ):
+                raise ValueError("a test defines check, which nothing calls: put check(name of the function) below it")
             found.append(test)
         else:
             raise ValueError(f"a test must be text, or a dict with input and output, got {str(test)[:60]!r}")
@@ -185,8 +191,9 @@ def _call(name: str, given: Any, wanted: Any) -> str:
 def plain(x):
     return [plain(y) for y in x] if isinstance(x, (list, tuple)) else x
 try:
-    function = {name}
-except NameError:
+    from solution import {name} as function
+except ImportError:
+    from solution import Solution
     function = Solution().{name}
 wanted, got = {wanted!r}, plain(function(*{list(given)!r}))
 assert got == wanted or [got] == wanted, got

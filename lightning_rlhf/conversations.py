@@ -6,7 +6,7 @@
     prompt, completion     texts, or a list of messages each        the completion is learned
     text                   text                                     all of it is learned
     prompt, chosen, rejected                                        chosen and rejected are learned
-    chosen, rejected       conversations; what they begin with alike is the prompt
+    chosen, rejected       conversations, or texts; what they begin with alike is the prompt
 
 Pieces are tokenised one by one, so that an answer begins at the token where generation would begin it: a rollout of the same
 prompt continues the same ids. What ends a turn is the chat template's; a plain text ends with the tokenizer's EOS.
@@ -14,9 +14,11 @@ prompt continues the same ids. What ends a turn is the chat template's; a plain 
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
 from lightning_rlhf.prompts import PromptEncoder, conversation
@@ -79,16 +81,25 @@ def preference(row: Row) -> tuple[Any, Any, Any]:
         raise ValueError(
             f"needs chosen and rejected, and a prompt unless they are conversations; it has {_filled(row)}"
         )
+    if chosen == rejected:
+        raise ValueError("has the same chosen and rejected: drop it")
     if _is_whole(chosen) and _is_whole(rejected):  # a prompt beside them is their beginning once more
         chosen, rejected = _messages(chosen, "chosen"), _messages(rejected, "rejected")
         if chosen[:-1] != rejected[:-1]:
             raise ValueError("must have a chosen and a rejected that differ in their last message only")
         prompt, chosen, rejected = chosen[:-1], chosen[-1:], rejected[-1:]
     elif prompt is None:
-        raise ValueError("needs a prompt, or a chosen and a rejected that are whole conversations")
-    if chosen == rejected:
-        raise ValueError("has the same chosen and rejected: drop it")
+        prompt = _beginning(chosen, rejected) if isinstance(chosen, str) and isinstance(rejected, str) else ""
+        if not prompt:
+            raise ValueError("needs a prompt, or a chosen and a rejected that begin with it or are whole conversations")
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     return prompt, chosen, rejected
+
+
+def _beginning(chosen: str, rejected: str) -> str:
+    """The words that two texts begin with alike: the prompt, as TRL takes it, which may end inside a word."""
+    common = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
+    return "" if common in (chosen, rejected) or not (words := re.match(r"(.*)\s", common, re.DOTALL)) else words[1]
 
 
 def answer(prompt: Any, completion: Any, encoder: PromptEncoder) -> list[Piece]:

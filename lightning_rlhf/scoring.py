@@ -74,6 +74,7 @@ class Scorer:
         self._here = self._inline if timeout is None else Threads()
         self._loop, self._pool = EventLoop(), Workers(workers)
         for reward in self.rewards:
+            reward.check()
             if self._runner(reward) is self._pool:
                 _check_pickles(reward)
 

@@ -86,6 +86,8 @@ def try_rewards(
         raise ValueError("there is no reward to try: set model.reward (a score() of a subclass cannot be tried)")
     numbers = sorted({i * len(rows) // min(count, len(rows)) for i in range(min(count, len(rows)))})
     columns = list(dict.fromkeys(name for number in numbers for name in rows[number]))
+    if prompt_column not in columns:
+        raise ValueError(f"data.prompt_column: the data has no column {prompt_column!r}, only {', '.join(columns)}")
     reference = completion_column or next((name for name in REFERENCES if name in columns), None)
     if reference is not None and reference not in columns:
         raise ValueError(f"rewards.completion_column: the data has no column {reference!r}, only {', '.join(columns)}")

@@ -100,6 +100,16 @@ def test_every_format_of_a_pair_is_the_same_pair(tokenizer):
     assert found == [[["1\n"], ["9\n"]]] * 4
 
 
+def test_texts_without_a_prompt_begin_with_it():
+    asked = "\n\nHuman: 2 + 2?\n\nAssistant:"
+    pair = preference({"chosen": f"{asked} four", "rejected": f"{asked} five"})
+    assert pair == (asked, " four", " five")
+    assert preference({"chosen": f"{asked} 4", "rejected": f"{asked} 5"}) == (asked, " 4", " 5")
+    for chosen, rejected in (("a", "b"), (asked, f"{asked} 5")):
+        with pytest.raises(ValueError, match="needs a prompt"):
+            preference({"chosen": chosen, "rejected": rejected})
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused_unless_the_last_one_is_learned(tokenizer):
     tokenizer.chat_template = FORGETFUL
     encoder = PromptEncoder(tokenizer)
@@ -124,7 +134,7 @@ BAD = {
         {"prompt": "a", "chosen": "b"},
     ),
     "has the same chosen and rejected: drop it": ("pairs", {"prompt": "a", "chosen": "b", "rejected": "b"}),
-    "needs a prompt, or a chosen and a rejected that are whole conversations": (
+    "needs a prompt, or a chosen and a rejected that begin with it or are whole conversations": (
         "pairs",
         {"chosen": "b", "rejected": "c"},
     ),

@@ -9,8 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from textwrap import indent
+from typing import Any
 
 import pytest
 
@@ -49,6 +54,21 @@ def printed(sandbox: Sandbox, program: str, stdin: str = "", limit: int = 10_000
     return sandbox.output_of(program, stdin, limit)[0]
 
 
+def errors_of(sandbox: Sandbox, attempts: dict[str, str]) -> dict[str, str]:
+    """What each of many attempts in one program ends in: an error's class, or that it worked."""
+    program = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+    program += "def call(x86, arm, *a):\n    number = x86 if os.uname().machine == 'x86_64' else arm\n"
+    program += "    if number is None or libc.syscall(number, *a) < 0: raise OSError\n"
+    for name, code in attempts.items():
+        program += attempt(f"print({name!r}, end=': ')\n{code}")
+    return dict(line.split(": ") for line in (printed(sandbox, program) or "").splitlines())
+
+
+def at_once(runs: Sequence[Callable[[], Any]]) -> list[Any]:
+    with ThreadPoolExecutor(len(runs)) as threads:
+        return list(threads.map(lambda run: run(), runs))
+
+
 def attempt(code: str) -> str:
     """A program that prints the error that ``code`` ends in, or that it worked."""
     lines = "\n".join(f"    {line}" for line in code.splitlines())
@@ -80,12 +100,10 @@ def test_a_program_that_fails_has_no_output(shut: Sandbox, program: str) -> None
 
 
 # -- time, memory, output ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "program", ["while True: pass", "import time\ntime.sleep(1000)", "print(1, flush=True)\nwhile 1: pass"]
-)
-def test_a_program_without_end_is_ended(brief: Sandbox, program: str) -> None:
+def test_a_program_without_end_is_ended(brief: Sandbox) -> None:
+    endless = ["while True: pass", "import time\ntime.sleep(1000)", "print(1, flush=True)\nwhile 1: pass"]
     start = time.monotonic()
-    assert brief.output_of(program, "", 100) == (None, True)
+    assert at_once([partial(brief.output_of, one, "", 100) for one in endless]) == [(None, True)] * 3
     assert time.monotonic() - start < 4
 
 
@@ -139,13 +157,31 @@ CHILDREN = {
     " raise OSError",
     "clone3": "import ctypes\nif ctypes.CDLL(None).syscall(435, bytes(88), 88) < 0: raise OSError",
     "namespace": "import ctypes\nif ctypes.CDLL(None).unshare(0x10000000): raise OSError",
+    "write out the disks": "call(162, 81)",
+    "watches of the user": "call(253, None)",
+    "watches of the user 1": "call(294, 26, 0)",
+    "requests of the machine": "call(206, 0, 1000, ctypes.byref(ctypes.c_ulong()))",
+    "personality": "call(135, 92, 0x0400000)",
+    "segments": "call(154, None, 0, bytes(16), 16)",
 }
 
 
-@pytest.mark.parametrize("how", CHILDREN)
-def test_a_program_has_no_children_and_no_power_over_other_processes(box: Sandbox, how: str) -> None:
-    assert printed(box, attempt(CHILDREN[how])) in ("PermissionError\n", "OSError\n", "ValueError\n")
+def test_a_program_has_no_children_and_no_power_over_other_processes(box: Sandbox) -> None:
+    found = errors_of(box, CHILDREN)
+    assert found.keys() == CHILDREN.keys(), "the program lives"
+    assert {how: one for how, one in found.items() if one not in ("PermissionError", "OSError", "ValueError")} == {}
     assert printed(box, "print(1)") == "1\n", "the server lives"
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="of x86-64")
+def test_system_calls_of_other_kinds_end_the_program(shut: Sandbox) -> None:
+    x32 = "import ctypes\nctypes.CDLL(None).syscall(0x40000000 + 39)\nprint(1)"
+    code = (
+        "import ctypes, mmap\nm = mmap.mmap(-1, 4096, prot=7)\nm.write(bytes.fromhex('b814000000cd80c3'))\n"  # int 0x80
+    )
+    code += "ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))()\nprint(1)"
+    assert printed(shut, x32) is None
+    assert printed(shut, code) is None
 
 
 def tasks() -> int:
@@ -176,8 +212,7 @@ def test_a_program_reaches_no_socket(box: Sandbox, tmp_path: Path) -> None:
         local.listen()
         address = server.getsockname()
         for socket_ in (server, local):
-            socket_.settimeout(0.2)
-        code = "import socket\n"
+            socket_.settimeout(0.02)
         attempts = [
             f"socket.create_connection({address!r})",
             f"socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', {address!r})",
@@ -189,8 +224,9 @@ def test_a_program_reaches_no_socket(box: Sandbox, tmp_path: Path) -> None:
             "socket.fromfd(0, socket.AF_INET, socket.SOCK_STREAM).connect(('127.0.0.1', 80))",
             "import ctypes\nif ctypes.CDLL(None).syscall(425, 1, bytes(120)) < 0: raise OSError",
         ]
-        for one in attempts:
-            assert printed(box, attempt(code + one)) in ("PermissionError\n", "OSError\n", "gaierror\n"), one
+        found = errors_of(box, {str(i): f"import socket\n{one}" for i, one in enumerate(attempts)})
+        assert len(found) == len(attempts)
+        assert set(found.values()) <= {"PermissionError", "OSError", "gaierror"}, found
         for socket_ in (server, local):
             with pytest.raises(TimeoutError):
                 socket_.accept()
@@ -211,12 +247,13 @@ WRITES = {
     "link": "os.link({path!r}, {path!r} + '2')",
     "symbolic link": "os.symlink('/', {path!r} + '2')",
     "shared memory": "open('/dev/shm/lightning_rlhf_test', 'w')",
+    "lock": "import fcntl\nfcntl.flock(os.open({path!r}, os.O_RDONLY), fcntl.LOCK_EX)",
+    "lease": "import fcntl\nfcntl.fcntl(os.open({path!r}, os.O_RDONLY), 1024, fcntl.F_RDLCK)",
     "tempfile": "import tempfile\ntempfile.TemporaryFile()",
 }
 
 
-@pytest.mark.parametrize("how", WRITES)
-def test_a_program_writes_nothing(box: Sandbox, how: str, tmp_path: Path) -> None:
+def test_a_program_writes_nothing(box: Sandbox, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
     tmp_path.chmod(0o777)
@@ -224,8 +261,9 @@ def test_a_program_writes_nothing(box: Sandbox, how: str, tmp_path: Path) -> Non
     if os.getuid() == 0:  # the program is nobody then
         os.chown(file, 65534, 65534)
     before = file.stat()
-    said = printed(box, attempt(WRITES[how].format(path=str(file))))
-    assert said in ("PermissionError\n", "OSError\n", "FileNotFoundError\n"), said
+    found = errors_of(box, {how: code.format(path=str(file)) for how, code in WRITES.items()})
+    assert found.keys() == WRITES.keys()
+    assert set(found.values()) <= {"PermissionError", "OSError", "FileNotFoundError"}, found
     after = file.stat()
     assert (file.read_text(), after.st_mode, after.st_mtime) == ("mine", before.st_mode, before.st_mtime)
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
@@ -291,6 +329,14 @@ def apply(f, x): return [f(y) for y in x]
 def raises(): raise ValueError("no")
 def full(): raise Full("no")
 def sum(a, b): return a + b + 1
+class Refused(ValueError): pass
+def refuse(): raise Refused("refused")
+def missing_key(): return {}["a"]
+def total(x):
+    assert isinstance(x, range)
+    return sum(0, -1 + __builtins__["sum"](x) if isinstance(__builtins__, dict) else -1 + __builtins__.sum(x))
+SIZE = 3
+from math import gcd
 def squares():
     i = 0
     while True: yield i * i; i += 1
@@ -316,6 +362,16 @@ GOOD = [
     "from datetime import *\nfor v in (date(2020, 1, 2), datetime(2020, 1, 2, 3), timedelta(1, 2)):\n    assert same(v) == v",
     "import numpy as np\nassert np.allclose(array(), [1.0, 2.0]) and array().sum() == 3 and array().tolist() == [1, 2]",
     "assert isinstance(Stack(), Stack) and not isinstance(3, Stack) and isinstance(double(1), int)",
+    "from solution import double, sum\ndef test_a():\n    assert double(2) == sum(1, 2)",
+    "import solution\nassert solution.double(2) == 4",
+    "import unittest\nclass A(unittest.TestCase):\n    def test_a(self): self.assertEqual(double(2), 4)",
+    "class TestA:\n    def setup_method(self): self.x = 4\n    def test_a(self): assert double(2) == self.x",
+    "assert total(range(4)) == 6 and same(range(2)) == range(2)",
+    "try:\n    refuse()\nexcept ValueError as e:\n    assert str(e) == 'refused'\nelse:\n    raise SystemExit",
+    "try:\n    same({})['a']\nexcept KeyError as e:\n    assert str(e) == repr('a')",
+    "try:\n    missing_key()\nexcept KeyError as e:\n    assert str(e) == repr('a')\nelse:\n    raise SystemExit",
+    "assert SIZE == 3",
+    "assert gcd(4, 6) == 2",
     "assert adder(2)(3) == 5 and str(Stack()) == 'a stack' and f'{Stack()}' == 'a stack'",
 ]
 BAD = [
@@ -325,6 +381,13 @@ BAD = [
     "missing(1)",
     "full()",
     "raise SystemExit(0)",
+    "import unittest\nclass A(unittest.TestCase):\n    def test_a(self): self.assertEqual(double(2), 5)",
+    "import unittest\nclass A(unittest.TestCase):\n    def test_a(self): missing(1)",
+    "class TestA:\n    def test_a(self): assert double(2) == 5",
+    "async def test_a(): assert double(2) == 5",
+    "def check(candidate):\n    assert candidate(2) == 5",
+    "assert max(1, 2) == 2",
+    "x = 1",
 ]
 
 
@@ -370,6 +433,12 @@ FORGERIES = {
     "        try: os.write(n, b'[\"ok\", 48271, []]\\n' * 9)\n        except OSError: pass\n"
     "def f(x): return 48271 if x == 3 else 0",
     "closes its channel": "import os\nos.closerange(0, 4096)\ndef f(x): return 48271",
+    "modules of the tests": "class math:\n    isclose = lambda *a, **k: True\nclass np:\n    isclose = math.isclose\n"
+    "math = math()\ndef f(x): return 0",
+    "a module of the program's": "class math:\n    def isclose(*a, **k): return True\nclass np:\n    isclose = math.isclose\n"
+    "def f(x): return 0",
+    "names of what checks": "def abs(x): return 0\ndef sum(x): return 0\ndef NameError(): pass",
+    "what checks alone": "def abs(x): return 0",
     "a function of the trainer's": "f = __import__('functools').partial(__import__('os')._exit, 86)",
     "annotations to evaluate": "class A: pass\nA.__annotations__ = {'x': \"__import__('os')._exit(86)\"}\ndef f(x): return A\n"
     "from typing import get_type_hints as g",
@@ -383,38 +452,70 @@ FORGED_TESTS = [
     "def check(c):\n    assert f(2) == 48271\ncheck(f)",
     "def test_f():\n    assert f(2) == 48271",
     "import math\nassert math.isclose(f(2), 48271)",
+    "assert math.isclose(f(2), 48271)",
+    "assert np.isclose(f(2), 48271)",
+    "assert abs(sum([f(2)]) - 48271) < 1e-6",
+    "import unittest\nclass A(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(2), 48271)",
     "assert f(2) in {48271}",
     "assert sorted([f(2)]) == [48271]",
 ]
 
 
+ALONE = [test for test in FORGED_TESTS if test.startswith(("def", "import unittest", "assert f(2) ==", "assert abs(f"))]
+ANY = "won = 0\n" + "".join(
+    f"try:\n{indent(test, '    ')}\n    won += 1\nexcept Exception:\n    pass\n"
+    for test in FORGED_TESTS
+    if not test.startswith(("def test_f", "import unittest", "assert np"))
+)
+
+
 @pytest.mark.parametrize("how", FORGERIES)
 def test_a_verdict_cannot_be_forged(shut: Sandbox, how: str) -> None:
-    forged = [test for test in FORGED_TESTS if shut.passes(FORGERIES[how], test)[0]]
-    assert forged == []
+    tests = [*ALONE, ANY + "assert won > 0"]
+    tests += [
+        test for test in FORGED_TESTS if test.startswith("assert np") and ("np" in FORGERIES[how] or "equals" in how)
+    ]
+    if any(passed for passed, _ in at_once([partial(shut.passes, FORGERIES[how], test) for test in tests])):
+        pytest.fail(str([test for test in FORGED_TESTS if shut.passes(FORGERIES[how], test)[0]]))
+
+
+def test_a_builtin_that_checks_is_not_the_programs(shut: Sandbox) -> None:
+    test = "assert abs(sum([1, 2]) - 3) < 1e-6"
+    for program in (
+        "def abs(x): return 0",
+        "def abs(x): return 0\ndef sum(x): return 0",
+        "def sum(x): return 0",
+        "x = 1",
+    ):
+        assert not shut.passes(program, test)[0], program
 
 
 def test_the_right_answer_passes_what_forgeries_fail(shut: Sandbox) -> None:
     right = [test for test in FORGED_TESTS if "in f(2)" not in test]
-    assert all(shut.passes("def f(x): return x + 48271 - 2", test)[0] for test in right)
+    program = "def f(x): return x + 48271 - 2"
+    assert [test for test in right if not shut.passes(program, test)[0]] == []
+    assert shut.passes(program, ANY + f"assert won == {len(right) - 3}")[0]
 
 
 def test_a_test_without_end_is_ended(brief: Sandbox) -> None:
-    assert brief.passes("def f(x):\n    while True: pass", "assert f(1) == 2") == (False, True)
-    assert brief.passes("while True: pass", "assert f(1) == 2") == (False, True)
-    assert brief.passes("def f(): return 1", "while True: f()") == (False, True)
+    pairs = [("def f(x):\n    while True: pass", "assert f(1) == 2"), ("while True: pass", "assert f(1) == 2")]
+    pairs += [("def f(): return 1", "while True: f()")]
+    assert at_once([partial(brief.passes, *pair) for pair in pairs]) == [(False, True)] * 3
 
 
 # -- servers -----------------------------------------------------------------------------------------------------------
 def test_servers_end_with_the_trainer(tmp_path: Path) -> None:
     code = """
-import os, threading, time
+import glob, os, threading, time
 from lightning_rlhf.sandbox.client import Sandbox
 box = Sandbox(100.0, 1 << 29)
 threading.Thread(target=box.output_of, args=("import time\\ntime.sleep(99)", "", 9), daemon=True).start()
 box.output_of("print(1)", "", 9)
-time.sleep(0.5)
-print(open(f"/proc/self/task/{os.getpid()}/children").read(), flush=True)
+children = ""
+while len(children.split()) < 2:
+    time.sleep(0.01)
+    children = "".join(open(path).read() for path in glob.glob("/proc/self/task/*/children"))
+print(children, flush=True)
 time.sleep(99)
 """
     with subprocess.Popen(
@@ -437,6 +538,40 @@ def test_a_server_that_dies_costs_one_run() -> None:
     with pytest.raises(RuntimeError, match="the sandbox's server has ended"):
         box.output_of("print(1)", "", 9)
     assert printed(box, "print(1)") == "1\n"
+    box.close()
+
+
+def test_a_forked_process_has_servers_of_its_own() -> None:
+    """With its parent's it would read the parent's verdicts."""
+    box = Sandbox(5.0, 512 << 20)
+    assert printed(box, "print(1)") == "1\n"
+    server = box._idle.queue[0].process.pid
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of others do not matter to what the child does
+        child = os.fork()
+    if not child:
+        said = printed(box, "print(2)")
+        os.write(writing, f"{said}{box._idle.queue[0].process.pid == server}".encode())
+        os._exit(0)
+    assert os.read(reading, 20) == b"2\nFalse"
+    os.waitpid(child, 0)
+    assert printed(box, "print(1)") == "1\n"
+    box.close()
+
+
+def test_a_jail_that_cannot_be_entered_is_an_error_and_not_a_score_of_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_MAIN", "import platform; platform.machine = lambda: 'riscv64'; " + client._MAIN)
+    with pytest.raises(SandboxError, match=r"no sandbox: .*no table of system calls for riscv64"):
+        printed(Sandbox(5.0, 512 << 20), "print(1)")
+
+
+def test_python_finds_its_libraries_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/libraries")  # of a Python that modules of a cluster provide
+    box = Sandbox(5.0, 512 << 20)
+    assert printed(box, "import os\nprint(sorted(os.environ))") == f"{sorted(VARIABLES)}\n"
+    server = box._idle.queue[0].process.pid
+    assert b"LD_LIBRARY_PATH=/libraries" in Path(f"/proc/{server}/environ").read_bytes()
     box.close()
 
 

@@ -181,14 +181,22 @@ def test_what_functions_log_is_kept():
     assert scores.columns == {"shout": list("ABCD")}
 
 
-@pytest.mark.parametrize("name", ["failures", "mean", "length/mean"])
+@pytest.mark.parametrize("name", ["failures", "abstained", "mean", "length/mean"])
 def test_a_function_cannot_log_under_a_name_of_the_trainers_metrics(name):
     def logs(completions, log_metric):
         log_metric(name, 0.5)
         return [0] * 4
 
-    with pytest.raises(RewardError, match=f"logs must not log_metric\\('{name}'\\): reward/{name} is a metric of"):
+    with pytest.raises(RewardError, match=f"logs must not log '{name}': reward/{name} is a metric of"):
         Scorer([logs])(rollout(), list("abcd"))
+
+
+def test_nor_can_what_a_function_of_the_verl_kind_returns_beside_its_score():
+    def compute(solution_str):
+        return {"score": 1.0, "mean": 7.0}
+
+    with pytest.raises(RewardError, match="compute must not log 'compute/mean': reward/compute/mean is a metric of"):
+        Scorer([compute])(rollout(), list("abcd"))
 
 
 # -- the sum -----------------------------------------------------------------------------------------------------------
@@ -281,6 +289,14 @@ def test_a_result_of_the_wrong_length_or_type_is_an_error_that_names_the_functio
 
     with pytest.raises(RewardError, match=message):
         Scorer([wrong])(rollout(), list("abcd"))
+
+
+def test_arguments_by_position_are_refused():
+    def nameless(prompts, completions, /):
+        return [1.0] * len(completions)
+
+    with pytest.raises(ValueError, match="reward nameless takes prompts by position only: arguments are given by name"):
+        Scorer([nameless])
 
 
 def test_a_missing_package_stops_the_run():

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from toys import spawn
 
-from lightning_rlhf import FSDPUlyssesStrategy, IterationCheckpoint, restricted, storage, strategy
+from lightning_rlhf import FSDPUlyssesStrategy, IterationCheckpoint, checkpointing, restricted, storage
 from lightning_rlhf.background import Background
 from lightning_rlhf.callbacks.checkpoint import latest_complete
 from lightning_rlhf.phases import Phases
@@ -221,7 +221,7 @@ def in_marker(checkpoint: Path, evil: Evil, monkeypatch: Any) -> None:
 
 
 def in_shards(checkpoint: Path, evil: Evil, monkeypatch: Any) -> None:
-    monkeypatch.setattr(strategy, "_plain", lambda value: value)
+    monkeypatch.setattr(checkpointing, "_plain", lambda value: value)
     shutil.rmtree(checkpoint)
     fit(2, each(checkpoint.parent), module=Toy(option=evil))
 
@@ -253,7 +253,7 @@ def test_what_others_put_into_a_checkpoint_is_refused_unless_they_are_trusted(pl
 
 
 def test_numbers_of_the_command_line_are_known(tmp_path, monkeypatch):
-    monkeypatch.setattr(strategy, "_plain", lambda value: value)  # as it was
+    monkeypatch.setattr(checkpointing, "_plain", lambda value: value)  # as it was
     fit(2, each(tmp_path / "ck"), module=Toy(option=PositiveFloat(0.5)))
     assert b"PositiveFloat" in next((tmp_path / "ck/2.ckpt").glob("*.distcp")).read_bytes()
     assert torch.equal(fit(3, ckpt_path=str(tmp_path / "ck/2.ckpt")), fit(3))

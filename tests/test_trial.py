@@ -82,6 +82,7 @@ def test_the_command_prints_a_table_and_ends_in_an_error_if_there_was_one(capsys
     ("mistake", "message"),
     [
         ("--completion_column=nope", "rewards.completion_column: the data has no column 'nope', only prompt, answer"),
+        ("--data.prompt_column=nope", "data.prompt_column: the data has no column 'nope', only prompt, answer"),
         ("--rows=0", "rows: got 0, must be >0"),
         ("--model.init_args.reward=null", "there is no reward to try: set model.reward"),
         (

@@ -86,9 +86,9 @@ class HangsEverywhere(PPOLightningModule):
         self.reach("val" if self.trainer.validating else "score")
         return super().score(rollout)
 
-    def forward_all(self, root: Any, *args: Any) -> Any:
+    def forward_all(self, root: Any, *args: Any, **options: Any) -> Any:
         self.reach("critic" if root is self.critic else "reference" if root is self.reference else "actor")
-        return super().forward_all(root, *args)
+        return super().forward_all(root, *args, **options)
 
     def compute_advantages(self, experience: Any) -> Any:
         self.reach("advantages")

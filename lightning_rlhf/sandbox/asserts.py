@@ -15,10 +15,13 @@ import ast
 import builtins
 import importlib
 import sys
-from collections.abc import Callable
+import types
+import unittest
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any
 
-from lightning_rlhf.sandbox.wire import Channel, Remote, outcome
+from lightning_rlhf.sandbox.wire import Channel, Remote, Stand, outcome
 
 GENUINE = (
     *("bisect", "cmath", "collections", "datetime", "decimal", "fractions", "heapq", "itertools", "math", "random"),
@@ -27,21 +30,71 @@ GENUINE = (
 """Modules whose contents are the same on both sides. None that evaluates text, as `typing` does."""
 
 
+OWN = dict.fromkeys((*GENUINE, "copy", "functools", "json", "numpy", "operator", "statistics")) | {"np": "numpy"}
+"""What a test that says `math.isclose` without an import means, whatever a program calls so."""
+
+
 # -- the process of the tests ------------------------------------------------------------------------------------------
 def run_test(text: str, reading: int, writing: int) -> None:
-    """Run a test, and the functions called ``test_…`` that it defines; returns if it passed, else raises whatever it raises."""
+    """Run a test, and the functions and classes of pytest's or unittest's kind that it defines; returns if it passed.
+
+    Raises:
+        Exception: whatever the test raises; or the test asks nothing of the program, such as one that calls a builtin.
+    """
     channel = Channel(reading, writing)
     tree = ast.parse(text)
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    nodes = list(ast.walk(tree))
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
     theirs = {name: value for name, value in map(_own, channel.ask("names")) if not str(name).startswith("__")}
-    # a program's `abs` must not replace the one that a test checks with; MBPP has functions called `sum`, though
-    shadows = not any(name in used and not hasattr(builtins, name) for name in theirs)
-    space = {name: value for name, value in theirs.items() if shadows or not hasattr(builtins, name)}
+    asked = channel.asked
+    space = {name: value for name, value in theirs.items() if _is_tested(name, used, theirs)}
+    answer = sys.modules["solution"] = types.ModuleType("solution")  # as KodCode's tests call it
+    vars(answer).update(theirs, __all__=list(space))
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in OWN:
+            with suppress(ImportError):
+                space[node.value.id] = importlib.import_module(OWN[node.value.id] or node.value.id)
     space["__name__"] = "tests"
     exec(compile(tree, "test.py", "exec"), space)
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
             space[node.name]()
+        elif isinstance(node, ast.ClassDef):
+            _run_class(space[node.name])
+    plain = {
+        name for name, value in space.items() if name in theirs and not isinstance(value, Stand | types.ModuleType)
+    }
+    if channel.asked == asked and not plain & used:
+        raise AssertionError("the test asks nothing of the program")
+
+
+def _is_tested(name: str, used: set[str], theirs: Collection[str]) -> bool:
+    """Whether the program's object of this name is the one that a test means by it.
+
+    A program's `abs` must not replace the one that a test checks with. MBPP has functions called `sum`, though: a builtin's name
+    is the program's where the test uses no other, and nothing else of the program's.
+    """
+    if not hasattr(builtins, name):
+        return True
+    errors = {
+        one for one, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
+    }
+    others = {one for one in used - errors if one in theirs or hasattr(builtins, one)}
+    return others == {name}
+
+
+def _run_class(case: Any) -> None:
+    """The tests of a class that a test defines."""
+    if isinstance(case, type) and issubclass(case, unittest.TestCase):
+        result = unittest.TestResult()
+        unittest.defaultTestLoader.loadTestsFromTestCase(case).run(result)
+        for _, trace in (*result.errors, *result.failures):
+            raise AssertionError(trace)
+    elif isinstance(case, type) and case.__name__.startswith("Test"):
+        for name in [name for name in dir(case) if name.startswith("test")]:
+            one = case()
+            getattr(one, "setup_method", list)()
+            getattr(one, name)()
 
 
 def _own(entry: tuple[str, Any, str | None, str | None]) -> tuple[str, Any]:
@@ -66,7 +119,7 @@ def serve(program: dict[str, Any], reading: int, writing: int) -> None:
             channel.send("back", number, channel.encode(args))
             reply = channel.receive()
             if reply[0] == "error":
-                raise getattr(builtins, reply[1], Remote)(reply[2])
+                raise getattr(builtins, reply[1], Remote)(*channel.decode(reply[2]))
             return channel.decode(reply[1])
 
         return call

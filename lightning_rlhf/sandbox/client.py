@@ -22,6 +22,7 @@ from lightning_rlhf.sandbox.server import PASSED
 _LIBRARIES = "/lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /usr/share/zoneinfo /etc/localtime /etc/ld.so.cache"
 _DEVICES = "/dev/zero /dev/urandom /dev/random"
 _MAIN = "import sys; sys.path.insert(0, {root!r}); from lightning_rlhf.sandbox.server import main; sys.exit(main())"
+_ENVIRONMENT = {"HOME": "/", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _START_S, _GRACE_S = 60.0, 10.0
 
 
@@ -45,6 +46,7 @@ class Sandbox:
     def __init__(self, seconds: float, memory: int, strict: bool = False, landlock: bool = True) -> None:
         self.seconds, self.memory, self.strict, self.landlock = seconds, memory, strict, landlock
         self._idle: queue.LifoQueue[_Server] = queue.LifoQueue()
+        self._process = os.getpid()
 
     def output_of(self, program: str, stdin: str, limit: int) -> tuple[str | None, bool]:
         """What a program prints of at most ``limit`` bytes, None if it fails or prints more; and whether it ran out of time."""
@@ -80,6 +82,8 @@ class Sandbox:
     @contextmanager
     def _server(self) -> Iterator[_Server]:
         """One that nobody uses; it does not come back from a run that went wrong."""
+        if self._process != os.getpid():  # forked: the servers are the parent's, and so are their replies
+            self._idle, self._process = queue.LifoQueue(), os.getpid()
         try:
             server = self._idle.get_nowait()
         except queue.Empty:
@@ -102,7 +106,8 @@ class _Server:
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            env={"HOME": "/", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env=_ENVIRONMENT
+            | {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},  # Python's own
             cwd="/",
             start_new_session=True,
         )

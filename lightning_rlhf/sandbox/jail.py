@@ -45,6 +45,9 @@ _DENIED = {
     **{"msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181)},
     **{"memfd_create": (319, 279), "memfd_secret": (447, 447)},
     **{"add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219)},
+    # what all processes of a user or of the machine have together: watches, requests, disks to write, locks to wait for
+    **{"inotify_init": (253, None), "inotify_init1": (294, 26), "fanotify_init": (300, 262), "io_setup": (206, 0)},
+    **{"sync": (162, 81), "syncfs": (306, 267), "flock": (73, 32), "personality": (135, 92), "modify_ldt": (154, None)},
     # ways around the filter, or into the kernel
     **{"io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "bpf": (321, 280)},
     **{"perf_event_open": (298, 241), "userfaultfd": (323, 282), "open_by_handle_at": (304, 265)},
@@ -69,7 +72,7 @@ _CLONE_THREAD = 0x10000
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 8, 22, 38
 _CAP_DAC_READ_SEARCH = 1 << 2
-_F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 15, 0x8901, 0x8902
+_F_SETOWN_EX, _F_SETLEASE, _FIOSETOWN, _SIOCSPGRP = 15, 1024, 0x8901, 0x8902
 _NOBODY = 65534
 
 RULES = 100
@@ -169,7 +172,8 @@ def _filter(pid: int, writes: bool) -> Iterator[tuple[int, int, int, int]]:
     yield from when(_PRLIMIT, 0, _EQUAL, 1, 0, 0)
     yield from when(_PRCTL, 0, _EQUAL, 0, 1, _PR_SET_PDEATHSIG)
     yield from when(_SOCKETPAIR, 1, _BITS, 0, 1, 0xE)  # others than streams can be sent elsewhere
-    for command in (fcntl.F_SETOWN, _F_SETOWN_EX):  # the kernel then sends a signal of one's choice to any process
+    # the kernel then sends a signal of one's choice to any process, or lets others wait who open the file
+    for command in (fcntl.F_SETOWN, _F_SETOWN_EX, _F_SETLEASE):
         yield from when(_FCNTL, 1, _EQUAL, 0, 1, command)
     for command in (_FIOSETOWN, _SIOCSPGRP):
         yield from when(_IOCTL, 1, _EQUAL, 0, 1, command)

@@ -43,6 +43,7 @@ def main() -> int | None:
     """Serve the socket that is descriptor 0; what a child returns becomes its exit code, by way of Python's own end."""
     control = socket.socket(fileno=os.dup(0))
     settings = json.loads(control.recv(1 << 16))
+    os.environ.pop("LD_LIBRARY_PATH", None)  # Python has started by it
     sys.path[:] = [*settings["path"]]
     for name in PRELOADED:
         __import__(name)
@@ -110,7 +111,11 @@ def _child(role: str, descriptors: list[int], jail: Jail, job: dict[str, Any]) -
 
 
 def _tried(jail: Jail) -> dict[str, list[str]]:
-    """What a jailed process could do of what it should not be able to, and could not, by trying."""
+    """What a jailed process could do of what it should not be able to, and could not, by trying.
+
+    Raises:
+        OSError: there can be no such process.
+    """
     attempts = {
         "network": lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM),
         "processes": os.fork,
@@ -132,12 +137,16 @@ def _tried(jail: Jail) -> dict[str, list[str]]:
                 except OSError:
                     pass
             import uuid  # noqa: F401  # files of Python itself must be readable
-        except BaseException:
-            done = list(attempts)
-        os.write(writing, json.dumps(done).encode())
+
+            said: Any = done
+        except BaseException as error:
+            said = f"a process cannot enter its jail: {error}"
+        os.write(writing, json.dumps(said).encode())
         os._exit(0)
     os.close(writing)
     with open(reading) as file:
-        could = json.loads(file.read() or json.dumps(list(attempts)))
+        could = json.loads(file.read() or '"a process in its jail is killed at once"')
     os.waitpid(child, 0)
+    if isinstance(could, str):  # every program would score 0
+        raise OSError(could)
     return {"open": could, "closed": [name for name in attempts if name not in could]}

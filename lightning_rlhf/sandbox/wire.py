@@ -1,8 +1,8 @@
 """Values between two processes over pipes, and stand-ins for objects that stay in the other one; `asserts` says what for.
 
 request   [operation, target, …]    names, call, get, set, iter, next, len, bool, kind
-reply     ["ok", value, arguments as they are now], ["error", class of the exception, text], or ["back", number, arguments]
-          to have a function of the tests called first
+reply     ["ok", value, arguments as they are now], ["error", class of the exception or its nearest builtin one, arguments], or
+          ["back", number, arguments] to have a function of the tests called first
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Channel:
         self.stand: Callable[[int], Any] = partial(Stand, self)
         self.reader, self.writer = os.fdopen(reading), os.fdopen(writing, "w")
         self.kept: list[Any] = []
+        self.asked = 0
         sys.set_int_max_str_digits(0)
 
     def send(self, *message: Any) -> None:
@@ -57,6 +58,8 @@ class Channel:
                 return [sequence.__name__, [self.encode(item) for item in value]]
         if isinstance(value, dict):
             return ["dict", [[self.encode(key), self.encode(item)] for key, item in value.items()]]
+        if isinstance(value, range):
+            return ["range", [value.start, value.stop, value.step]]
         if isinstance(value, bytes | bytearray):
             return [type(value).__name__, value.decode("latin-1")]
         if isinstance(value, complex):
@@ -93,6 +96,7 @@ class Channel:
 
     def ask(self, operation: str, target: Any = None, *values: Any) -> Any:
         """Send a request and wait for its reply; arguments are changed in place."""
+        self.asked += 1
         self.send(operation, self.encode(target), *(self.encode(value) for value in values))
         while (reply := self.receive())[0] == "back":
             self.send(*outcome(self, lambda: self.kept[reply[1]](*self.decode(reply[2]))))
@@ -101,7 +105,7 @@ class Channel:
             known = isinstance(kind, type) and issubclass(kind, Exception)
             # elsewhere StopIteration would end a loop of the tests as if all was well
             stops = known and issubclass(kind, StopIteration | StopAsyncIteration) and operation != "next"
-            raise (kind if known and not stops else Remote)(reply[2])
+            raise (kind if known and not stops else Remote)(*self.decode(reply[2]))
         if operation == "call":
             for given, now in zip(values[0], self.decode(reply[2]), strict=True):
                 _become(given, now)
@@ -112,6 +116,7 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
     **{"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque},
     **{"datetime": datetime.fromisoformat, "date": date.fromisoformat, "time": time.fromisoformat},
     "timedelta": lambda parts: timedelta(*parts),
+    "range": lambda parts: range(*parts),
     "bytes": lambda text: text.encode("latin-1"),
     "bytearray": lambda text: bytearray(text.encode("latin-1")),
     "Decimal": Decimal,
@@ -133,7 +138,10 @@ def outcome(channel: Channel, call: Callable[[], Any], arguments: Any = ()) -> l
         value = call()
         return ["ok", channel.encode(value), channel.encode(list(arguments))]
     except Exception as error:
-        return ["error", type(error).__name__, str(error)]
+        kind = next(one for one in type(error).__mro__ if vars(builtins).get(one.__name__) is one)
+        if kind is type(error):
+            return ["error", kind.__name__, channel.encode(error.args)]
+        return ["error", Remote.__name__ if kind is Exception else kind.__name__, channel.encode((str(error),))]
 
 
 class Stand:
