@@ -37,7 +37,7 @@ def advantages_of(name: str, batch: Experience) -> torch.Tensor:
     torch.manual_seed(3)
     per_token = torch.rand(12, 4).double()[: len(batch), : batch.mask.shape[1]].float()
     if name == "gae":
-        module = PPOLightningModule("random:tiny", reward=[abs, len], gamma=0.9, lam=0.8)
+        module = PPOLightningModule("random:tiny", reward=[of_some, of_none], gamma=0.9, lam=0.8)
         return module.compute_advantages(replace(batch, values=torch.zeros_like(batch.mask)))[0]
     more = {"baselines": torch.full((len(batch),), 0.5), "old_log_probs": -per_token, "sum_pi_squared": per_token}
     needed = {"remax": ["baselines"], "optimal_token_baseline": ["old_log_probs", "sum_pi_squared"]}.get(name, [])
@@ -48,7 +48,7 @@ def advantages_of(name: str, batch: Experience) -> torch.Tensor:
         def estimator_inputs(self, experience: Experience) -> dict[str, Any]:
             return super().estimator_inputs(experience) | {key: more[key] for key in needed}
 
-    return Module("random:tiny", reward=[abs, len], advantage=name).compute_advantages(batch)[0]
+    return Module("random:tiny", reward=[of_some, of_none], advantage=name).compute_advantages(batch)[0]
 
 
 @pytest.mark.parametrize("name", NAMES.split())
