@@ -210,8 +210,8 @@ class Rollout(_Movable):
 class Scores:
     """Rewards of the responses of one data rank, before they are gathered.
 
-    ``total`` is NaN where a response has no score: it is then left out of its group and of the loss. Those of these
-    that are ``failed`` could not be scored; on the others every function abstained.
+    ``total`` is NaN where a response has no score: it is then left out of its group and of the loss. ``failed`` are
+    those that could not be scored; on the others of these every function abstained.
     ``parts`` has each reward function's own values; ``metrics`` scalars and ``columns`` lists they logged. ``tokens`` is what
     of ``total`` belongs to tokens (process rewards); the rest is the last token's.
     """
