@@ -295,9 +295,7 @@ class PromptDataModule(pl.LightningDataModule):
     @cached_property
     def _encoder(self) -> PromptEncoder:
         module = None if self.trainer is None else self.trainer.lightning_module
-        tokenizer = tokenizer_of(self.tokenizer) if self.tokenizer else getattr(module, "tokenizer", None)
-        if tokenizer is None:
-            raise ValueError("data.tokenizer must be given when the module has no attribute tokenizer")
+        tokenizer = tokenizer_of(self.tokenizer, module)
         vision = getattr(module, "vision", None)
         if self.max_image_pixels is not None:
             if vision is None:
@@ -330,16 +328,7 @@ class PromptDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> PromptLoader:
         assert self.train_table is not None
-        trainer = self.trainer
-        sampler = PromptSampler(
-            len(self.train_table),
-            self.batch_size,
-            shuffle=self.shuffle and not getattr(trainer, "overfit_batches", 0),
-            seed=self.seed,
-            position=(lambda: fit_position(trainer)) if trainer else (lambda: (0, 0)),
-            **self._ranks,
-        )
-        return PromptLoader(self.train_table, sampler)
+        return PromptLoader(self.train_table, training_sampler(self, len(self.train_table), **self._ranks))
 
     def val_dataloader(self) -> list[PromptLoader]:
         """Of each set every prompt once over all data ranks, in order."""
@@ -360,7 +349,29 @@ def set_name(source: str) -> str:
     return path.stem if path.suffix in (".jsonl", ".json", ".parquet", ".csv") else path.name.rpartition(".")[2]
 
 
-def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
+def training_sampler(data: Any, rows: int, **ranks: Any) -> PromptSampler:
+    """Of a data module's ``rows``, from where its Trainer's fit stands."""
+    trainer = data.trainer
+    return PromptSampler(
+        rows,
+        data.batch_size,
+        shuffle=data.shuffle and not getattr(trainer, "overfit_batches", 0),
+        seed=data.seed,
+        position=(lambda: fit_position(trainer)) if trainer else (lambda: (0, 0)),
+        **ranks,
+    )
+
+
+def tokenizer_of(name: str | None, module: Any) -> PreTrainedTokenizerBase:
+    """By its folder or hub id, or else the module's.
+
+    Raises:
+        ValueError: it cannot be loaded, or there is none.
+    """
+    if not name:
+        if (own := getattr(module, "tokenizer", None)) is None:
+            raise ValueError("data.tokenizer must be given when the module has no attribute tokenizer")
+        return own
     from transformers import AutoTokenizer
 
     from lightning_rlhf.tiny import TINY, tiny_model

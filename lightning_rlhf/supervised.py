@@ -18,10 +18,10 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_rlhf.conversations import Learned, Piece, answer, demonstration, preference, whole
-from lightning_rlhf.data import PromptLoader, set_name, tokenizer_of
+from lightning_rlhf.data import PromptLoader, set_name, tokenizer_of, training_sampler
 from lightning_rlhf.example_table import ExampleTable
 from lightning_rlhf.prompts import PromptEncoder
-from lightning_rlhf.sampler import PromptSampler, fit_position
+from lightning_rlhf.sampler import PromptSampler
 from lightning_rlhf.sources import Row, Rows, read_rows
 
 
@@ -162,9 +162,7 @@ class SupervisedDataModule(pl.LightningDataModule, ABC):
 
     @cached_property
     def _encoder(self) -> PromptEncoder:
-        tokenizer = tokenizer_of(self.tokenizer) if self.tokenizer else getattr(self._module, "tokenizer", None)
-        if tokenizer is None:
-            raise ValueError("data.tokenizer must be given when the module has no attribute tokenizer")
+        tokenizer = tokenizer_of(self.tokenizer, self._module)
         return PromptEncoder(tokenizer, self.chat_template, self.system_prompt, self.chat_template_args)
 
     @property
@@ -191,15 +189,7 @@ class SupervisedDataModule(pl.LightningDataModule, ABC):
 
     def train_dataloader(self) -> PromptLoader:
         assert self.train_table is not None
-        trainer = self.trainer
-        sampler = PromptSampler(
-            len(self.train_table),
-            self.batch_size,
-            shuffle=self.shuffle and not getattr(trainer, "overfit_batches", 0),
-            seed=self.seed,
-            position=(lambda: fit_position(trainer)) if trainer else (lambda: (0, 0)),
-        )
-        return PromptLoader(self.train_table, sampler, "examples")
+        return PromptLoader(self.train_table, training_sampler(self, len(self.train_table)), "examples")
 
     def val_dataloader(self) -> list[PromptLoader]:
         """Every example once, in order."""

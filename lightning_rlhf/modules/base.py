@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -248,9 +247,8 @@ class RLHFLightningModule(PolicyUpdateModule):
         return replace(experience, importance=weights, importance_mean=mean, mask=kept(old, sampler, mask, correction))
 
     def reference_log_probs(self, experience: Experience) -> Float[Tensor, "G T"]:
-        """Of the frozen reference; with LoRA that is the actor without its adapter."""
-        root, adapter = self.reference or self.actor, self.actor.adapter
-        with nullcontext() if adapter is None else adapter.disabled():
+        """See `as_reference`."""
+        with self.as_reference() as root:
             return self.forward_all(root, experience, lambda packed: root(packed, experience.temperature)[0])
 
     # -- metrics -----------------------------------------------------------------------------------

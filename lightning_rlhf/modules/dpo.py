@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, Literal
 
@@ -64,8 +63,7 @@ class DPOLightningModule(SupervisedLightningModule):
     @torch.no_grad()
     def prepare(self, batches: list[MicroBatch]) -> list[Float[Tensor, "b T"]]:
         """Log-probs of the reference."""
-        root, adapter = self.reference or self.actor, self.actor.adapter
-        with nullcontext() if adapter is None else adapter.disabled():
+        with self.as_reference() as root:
             found = [root(batch.packed, 1.0)[0] for batch in batches]
         self.strategy.reshard(root)
         return found

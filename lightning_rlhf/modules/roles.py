@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -122,11 +123,20 @@ class ModelRoles(pl.LightningModule):
 
     def follow_actor(self) -> None:
         """After an iteration: what changes with the actor's weights, see `copies`."""
+        if self.ema_decay is None and self.refresh_every is None:
+            return
         self.strategy.reshard(self.actor)
         if self.average is not None and self.ema_decay is not None:
             update_average(self.average, self.actor, self.ema_decay)
         if self.reference is not None and self.refresh_every is not None and self.iteration % self.refresh_every == 0:
             copy_weights(self.actor, self.reference)
+
+    @contextmanager
+    def as_reference(self) -> Iterator[Policy]:
+        """The frozen reference; with LoRA that is the actor, without its adapter for as long as this lasts."""
+        adapter = self.actor.adapter
+        with nullcontext() if adapter is None else adapter.disabled():
+            yield self.reference or self.actor
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """One group per role: clipped, checked and logged on its own."""
