@@ -84,19 +84,20 @@ class Rounds:
             ValueError: ``metric`` is no reward function.
         """
         self._options.check(scores.parts)
-        values = scores.total if self._clip is None else scores.total.clamp(*self._clip)
+        total = scores.total.cpu()
+        values = total if self._clip is None else total.clamp(*self._clip)
         if self._options.metric is not None:
-            values = scores.parts[self._options.metric]
+            values = scores.parts[self._options.metric].cpu()
         n = rollout.sampling.num_generations
         usable = [bool(c.token_ids) and c.finish_reason not in self._unusable for c in rollout.completions]
-        counted = torch.tensor(usable, dtype=torch.bool) & values.cpu().isfinite() & scores.total.cpu().isfinite()
+        counted = torch.tensor(usable, dtype=torch.bool) & values.isfinite() & total.isfinite()
         failed = _failed(scores)
         groups = []
         for i, row in enumerate(rollout.prompts.index.tolist()):
             here = slice(i * n, (i + 1) * n)
-            rewards = scores.total.cpu()[here].double()
+            rewards = total[here].double()
             rewards = rewards[rewards.isfinite()]
-            differs = len(values.cpu()[here][counted[here]].unique()) > 1
+            differs = len(values[here][counted[here]].unique()) > 1
             groups.append(_Group(row, differs, float(rewards.sum()), len(rewards), int(failed[here].sum())))
         self._own.append((rollout, scores))
         self._groups.append([group for rank in self._all_gather(groups) for group in rank])
