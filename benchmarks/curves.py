@@ -93,9 +93,9 @@ def our_command(recipe: str, seed: int, a: argparse.Namespace, folder: Path) -> 
         "data.max_prompt_length": 64,
     } | OWN.get(recipe, {})
     line = [
-        f"--{name}={json.dumps(value) if isinstance(value, dict | list) else value}" for name, value in options.items()
+        f"--{name}={json.dumps(value) if isinstance(value, dict | list | None) else value}"
+        for name, value in options.items()
     ]
-    line = [argument.replace("=None", "=null") for argument in line]
     return [sys.executable, "-m", "lightning_rlhf", "fit", "--config", str(ROOT / f"configs/{recipe}.yaml"), *line]
 
 
@@ -143,7 +143,7 @@ def measure(a: argparse.Namespace) -> tuple[dict[str, list[list[Point]]], list[s
     Raises:
         ValueError: the results that are there are of other work.
     """
-    work = {name: getattr(a, name) for name in ("steps", "every", "mini_batches", "lr", "parallel", "device")}
+    work = {name: getattr(a, name) for name in ("model", "steps", "every", "mini_batches", "lr", "parallel", "device")}
     known = json.loads(a.results.read_text()) if a.results.exists() else {"work": work, "runs": {}}
     if known["work"] != work:
         raise ValueError(f"{a.results} is of {known['work']}, not of {work}: give another --results")

@@ -14,7 +14,8 @@ python benchmarks/scaling.py --gpus 2 --device cpu --shapes tiny --prompts 2 --p
     reshard N to M             the same run, its checkpoint goes on on M GPUs
 
 Steps are those of step.py, long sequences those of update.py, kills those of resume.py; each row is a process of its own, its
-output is in ``--out``. Rows that are there are not run again. Speed-up is that of tokens per second over the row of one GPU.
+output is in ``--out``. Rows that are there with the same arguments are not run again. Speed-up is that of tokens per second over
+the row of one GPU.
 """
 
 from __future__ import annotations
@@ -117,15 +118,15 @@ def run(row: Row, a: argparse.Namespace) -> dict[str, Any]:
     """Its result; of a row that failed the last line that it wrote."""
     folder = (a.out / row.name.replace(" ", "_").replace(",", "")).resolve()
     done = folder / "result.json"
-    if done.exists():
-        return json.loads(done.read_text())  # type: ignore[no-any-return]
+    if done.exists() and (known := json.loads(done.read_text()))["arguments"] == list(row.arguments):
+        return known  # type: ignore[no-any-return]
     folder.mkdir(parents=True, exist_ok=True)
     start = ["-m", "torch.distributed.run", f"--nproc_per_node={row.gpus}"] if row.torchrun else []
     own = [f"--out={folder}"] if row.script == "step.py" else []
     command = [sys.executable, *start, str(ROOT / "benchmarks" / row.script), *row.arguments, *own]
     ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     (folder / "log").write_text(ended.stdout)
-    result: dict[str, Any] = {"gpus": row.gpus}
+    result: dict[str, Any] = {"gpus": row.gpus, "arguments": list(row.arguments)}
     lines = [line for line in ended.stdout.splitlines() if line.strip()]
     if ended.returncode:
         return result | {"failed": next((line for line in reversed(lines) if "rror" in line), lines[-1])[:200]}

@@ -364,6 +364,12 @@ def test_scaling_measures_every_row_and_says_why_one_failed(tmp_path, capsys):
     assert printed[3][-1].strip().endswith("on 2")
     assert scaling.main([*line, "--rows", "long tiny sp 2"]) == 0
     assert capsys.readouterr().out.startswith("long tiny sp 2: 128 tokens, ")
+    result = tmp_path / "long_tiny_sp_2/result.json"
+    written = result.stat().st_mtime_ns
+    assert scaling.main([*line, "--rows", "long tiny sp 2"]) == 0
+    assert result.stat().st_mtime_ns == written  # what is there is not run again
+    assert scaling.main([*line, "--rows", "long tiny sp 2", "--longest", "32"]) == 0
+    assert "long tiny sp 2: 64 tokens, " in capsys.readouterr().out
     assert scaling.main([*line, "--rows", "reshard"]) == 0
     assert "as if nothing had happened" in capsys.readouterr().out
     wrong = ["--rows", "step tiny dp 1", "--options", "trainer.max_epoch=2", "--out", str(tmp_path / "other")]
