@@ -3,8 +3,8 @@
 python benchmarks/memory.py --config benchmarks/grpo_step.yaml [--any.option=...]
 
 Runs three iterations and prints, per phase, GiB that the plan predicts beside what the first rank saw: the peak of torch's
-allocator while the engine sleeps, the device's memory in use during the rollout (an engine's pool is not torch's). Where something
-is parked in host memory there is a row for it: pinned memory of the first rank, without what the engine took at its start.
+allocator while the engine sleeps, the device's memory in use during the rollout (an engine's pool is not torch's). Where
+something is parked in host memory there is a row for it: pinned memory of the first rank, without the engine's own.
 """
 
 from __future__ import annotations
