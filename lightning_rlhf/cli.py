@@ -181,7 +181,8 @@ class RLHFCLI(LightningCLI):
             self._refuse_rollout_options()
         options = self._get(self.config_init, "trainer")
         if options.enable_checkpointing is False:  # Lightning refuses it beside the default callback
-            options.callbacks = [c for c in options.callbacks or () if not isinstance(c, IterationCheckpoint)]
+            given = options.callbacks if isinstance(options.callbacks, list) else [options.callbacks]
+            options.callbacks = [c for c in given if c is not None and not isinstance(c, IterationCheckpoint)]
         trainer = super().instantiate_trainer(**kwargs)
         if not with_rollouts:
             trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, RolloutCallback | Samples)]  # type: ignore[attr-defined]

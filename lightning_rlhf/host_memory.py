@@ -19,7 +19,7 @@ class HostBlocks:
     """Blocks of host memory, and what is left of each. Nothing is given back before all of it is."""
 
     def __init__(self) -> None:
-        self._left: list[Tensor] = []
+        self._left: dict[bool, list[Tensor]] = {True: [], False: []}  # pinned or not
         self._expected = 0
 
     def expect(self, nbytes: int) -> None:
@@ -39,13 +39,14 @@ class HostBlocks:
     def _take(self, nbytes: int, pinned: bool) -> Tensor:
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         self._expected = max(0, self._expected - size)
-        for i, left in enumerate(self._left):
+        rests = self._left[pinned]
+        for i, left in enumerate(rests):
             if len(left) >= size:
-                self._left[i] = left[size:]
+                rests[i] = left[size:]
                 return left[:nbytes]
         wanted = min(BLOCK, self._expected + size)
         block = torch.empty(max(_next_power(size), _next_power(wanted // 2 + 1)), dtype=torch.uint8, pin_memory=pinned)
-        self._left.append(block[size:])
+        rests.append(block[size:])
         return block[:nbytes]
 
 

@@ -46,7 +46,7 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
         prefetch: layers that are gathered ahead of the one that computes; 0 leaves it to FSDP2 (one, in backward).
         reshard_after_forward: false keeps the gathered parameters of trained models until the optimizer's step: one all-gather
             per step instead of two per micro-batch, for the memory of the whole model in the compute dtype; true frees a tied
-            embedding too after forward; null frees all but that.
+            embedding, or a small model, too after forward; null frees all but that.
         min_num_params: a model with fewer parameters is one FSDP unit, gathered as a whole, and not layer by layer: what FSDP2
             does around each unit takes the CPU longer than a small layer takes the GPU.
 
@@ -244,8 +244,8 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
         """Make ``root`` an FSDP2 root with ``units`` (decoder layers, an untied head) as groups of their own, unless it is small.
 
         ``layers`` are those of the units that run one after the other, in their order: the ones that are prefetched.
-        Everything in one unit that trains must have one dtype. A frozen root keeps its own dtype and is gathered layer by
-        layer; a float32 unit inside a bf16-mixed root can be sharded beforehand with its own policy (`shard_float32`).
+        Everything in one unit that trains must have one dtype. A frozen root keeps its own dtype and is freed after each
+        forward; a float32 unit inside a bf16-mixed root can be sharded beforehand with its own policy (`shard_float32`).
         With ``on_host`` the shards live in host memory, pinned on CUDA, and travel to the device when they are gathered.
         """
         options: dict[str, Any] = {"mesh": self.device_mesh}

@@ -172,6 +172,14 @@ def test_checkpoints_can_be_switched_off_in_one_word(wanted, monkeypatch, tmp_pa
     assert any(tmp_path.rglob("*.ckpt")) == wanted
 
 
+@pytest.mark.parametrize("callbacks", ["lightning_rlhf.Throughput", "lightning_rlhf.IterationCheckpoint", "null"])
+def test_checkpoints_can_be_switched_off_beside_one_callback_or_none(callbacks, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    line = [*PPO, *QUIET, "--trainer.max_steps=1", "--trainer.enable_checkpointing=false"]
+    main([*line, f"--trainer.callbacks={callbacks}"])
+    assert not any(tmp_path.rglob("*.ckpt"))
+
+
 def test_keys_are_not_abbreviated(capfd):
     with pytest.raises(SystemExit):
         parsed("fit", "--model.model=random:tiny", "--data.path=x.jsonl", "--trainer.max_epoch=3")

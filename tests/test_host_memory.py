@@ -54,6 +54,17 @@ def test_without_a_number_to_expect_a_tensor_has_a_block_whose_rest_the_next_one
     assert list(blocks_of(one).values()) == [2048]
 
 
+def test_pinned_memory_is_not_taken_from_a_block_that_is_not_pinned():
+    blocks = HostBlocks()
+    blocks.expect(1 << 20)
+    blocks.empty_like(torch.ones(4), pinned=False)
+    if torch.cuda.is_available():
+        assert blocks.empty_like(torch.ones(4), pinned=True).is_pinned()
+    else:
+        with pytest.raises(RuntimeError, match="pin"):
+            blocks.empty_like(torch.ones(4), pinned=True)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_of_tensors_that_share_blocks_holds_each_once(tmp_path):
     state = {f"weight {i}": torch.full((1 << 16,), float(i)) for i in range(16)}

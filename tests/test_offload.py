@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from test_cli import parsed
-from toys import TINY_MODULE, even_tokens, fit
+from toys import TINY_MODULE, even_tokens, fit, quiet_trainer, spawn
 
-from lightning_rlhf import KL, GRPOLightningModule, PPOLightningModule, RolloutCallback
+from lightning_rlhf import (
+    KL,
+    FSDPUlyssesStrategy,
+    GRPOLightningModule,
+    PPOLightningModule,
+    PromptDataModule,
+    RolloutCallback,
+    Sampling,
+)
 from lightning_rlhf.callbacks.offload import HostMemory
 from lightning_rlhf.rollout import TransformersEngine
 
@@ -72,6 +82,45 @@ def test_everything_comes_back_when_the_engine_fails(tmp_path):
     for parameter in spy.module.actor.parameters():
         assert parameter.to_local().data_ptr() != away[id(parameter)]
         assert parameter.isfinite().all()
+
+
+class Census(TransformersEngine):
+    """Counts the bytes of all tensors of the process when it begins to generate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: list[int] = []
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        gc.collect()
+        tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
+        storages = {(s := t.untyped_storage()).data_ptr(): s.nbytes() for t in tensors if t.device.type == "cpu"}
+        self.bytes.append(sum(storages.values()))
+        return super().generate(*args, **kwargs)
+
+
+def _counted(rank: int) -> dict[tuple[int, bool | None], tuple[list[int], int]]:
+    found = {}
+    for min_num_params, reshard in ((0, True), (10**9, None), (10**9, False)):
+        pl.seed_everything(1, verbose=False)
+        strategy = FSDPUlyssesStrategy(min_num_params=min_num_params, reshard_after_forward=reshard)
+        module, engine = PPOLightningModule(**COMMON | {"micro_batch_tokens": 96}), Census()
+        callback = RolloutCallback(engine=engine, sampling=Sampling(max_completion_length=6, num_generations=2))
+        trainer = quiet_trainer(callback, devices=2, strategy=strategy, max_steps=3, enable_checkpointing=False)
+        trainer.fit(module, datamodule=PromptDataModule(path="toys.prompts", batch_size=16, max_prompt_length=32))
+        size = 4 * sum(p.numel() for p in module.actor.parameters())
+        found[min_num_params, reshard] = engine.bytes, size
+        del module, engine, callback, trainer
+    return found
+
+
+def test_nothing_stays_gathered_while_the_engine_generates():
+    """Actor, critic and reference of two ranks, each one unit that its root gathers, hold what layers that are freed hold."""
+    for found in spawn(_counted, 2):
+        freed, size = found.pop((0, True))
+        for held, _ in found.values():
+            assert len(held) == 3
+            assert all(more - less < size / 20 for more, less in zip(held, freed, strict=True))
 
 
 class Quantised(torch.optim.Optimizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from dataclasses import replace
@@ -38,6 +39,7 @@ from lightning_rlhf.modules.execution import apply_execution
 from lightning_rlhf.modules.frozen_reward import FrozenRewardModel
 from lightning_rlhf.modules.policy import build_policy
 from lightning_rlhf.modules.settings import LoRA, ModelSettings
+from lightning_rlhf.packing import pack
 from lightning_rlhf.packing import plan as pack_plan
 from lightning_rlhf.plan import make_plan, problems
 from lightning_rlhf.plan.known import _BY_NAME, known_config
@@ -547,6 +549,43 @@ def test_shards_moments_and_activations_on_two_ranks(tmp_path):
 def test_shards_and_moments_on_one_rank(tmp_path):
     folder = save("untied", tmp_path)
     assert _held(strategy_of(1), folder) == _predicted(folder, 1)
+
+
+def _gathered(rank: int, folder: str) -> list[int]:
+    """Bytes that a pass without gradients holds after the last layer, more than before; layer by layer, and as a whole."""
+
+    def storages() -> dict[int, int]:
+        tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
+        return {(s := t.untyped_storage()).data_ptr(): s.nbytes() for t in tensors if t.device.type == "cpu"}
+
+    found = []
+    for min_num_params in (0, 10**9):
+        actor, most = build_policy(ModelSettings(folder), strategy_of(2, min_num_params=min_num_params)), []
+        before = storages()
+        actor.layers[-1].mlp.register_forward_hook(lambda *_, most=most: most.append(sum(storages().values())))  # type: ignore[misc]
+        with torch.no_grad():
+            actor(pack([torch.tensor([3, 5])], [1]), 1.0)
+        found.append(most[0] - sum(before.values()))
+    return found
+
+
+def test_what_a_pass_gathers_on_two_ranks_is_predicted(tmp_path):
+    """A small model is there twice in its forward pass: as parameters, and as the all-gather brought it."""
+    folder = save("untied", tmp_path)
+    for seen in spawn(_gathered, 2, folder):
+        for min_num_params, held in zip((0, 10**9), seen, strict=True):
+            strategy = FSDPUlyssesStrategy(min_num_params=min_num_params)
+            sizes = {"strategy": strategy, "world_size": 2, "num_nodes": 1, "compute_dtype": torch.float32}
+            plan = plan_of(GRPOLightningModule(folder, mini_batches=2), RolloutCallback(), **sizes)
+            (log_prob,) = (phase for phase in plan.phases if phase.name == "log_prob")
+            assert log_prob.parts["gathered"] == pytest.approx(held, rel=0.05)
+
+
+def test_gradients_of_a_small_model_with_an_adapter_are_the_adapters():
+    plan = plan_of(GRPOLightningModule("random:tiny", mini_batches=2, lora=LoRA(r=8)), RolloutCallback())
+    trained, update = sum(size.numel() for size in plan.roles[0].shape.trained), plan.phases[-1].parts
+    assert update["activations"] > 4 * trained
+    assert update["gathered"] == 2 * plan.roles[0].shape.parameters + 2 * trained
 
 
 def test_the_state_of_an_optimizer_is_found_by_asking_it():

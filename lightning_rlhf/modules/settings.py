@@ -108,8 +108,8 @@ class ModelSettings:
         trust_remote_code: run model code that comes with the weights.
         tiled_mlp: tokens of a tile: MLPs run over tiles of the stream and are recomputed in backward; for very long sequences.
         offload_activations: what layers save for backward waits in pinned host memory.
-        offload_reference: the shards of frozen models (reference, reward model) live in host memory and are copied layer by layer
-            when they run.
+        offload_reference: the shards of frozen models (reference, reward model) live in host memory and are copied when they are
+            gathered.
         compile: `torch.compile` each decoder layer.
         keep_logits: of responses, in float32, from forward to backward, in place of a matrix product (CUDA, with Triton).
         liger: Liger's fused RMSNorm, gated MLP and rotary embedding (CUDA; the extra ``liger``).

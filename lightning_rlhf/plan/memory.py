@@ -11,7 +11,8 @@ for as many image tokens as that may have (`Run.image_tokens`); the other transi
                 the products; the gradients of its inputs and weight), and the layer at work (as large as what it keeps for
                 backward, twice that when it is recomputed; of a tiled MLP one tile)
     gathered    the root's parameters, two layers' parameters; in backward the root's and a unit's gradients, and the float32
-                copy that is reduced (of the root's when activations are gone). A small model is all root
+                copy that is reduced (of the root's when activations are gone). A small model is all root, and of several GPUs
+                what the all-gather brought lives beside the parameters until the forward pass ends
 
 Fragmentation is not modelled; what the CUDA context, NCCL and the libraries hold besides is `CONTEXT`, an assumption.
 """
@@ -178,9 +179,12 @@ def _transients(run: Run, role: Role, options: Options, *, backward: bool) -> di
     if not backward:
         size = size if role.trained else 2
         whole = options.keeps_gathered and role.trained
+        brought = (
+            shape.root if run.shards > 1 and sum(shape.units) <= shape.hidden + 1 else 0
+        )  # the value head comes last
         return {
             "working": max(logits, layer),
-            "gathered": size * (shape.parameters if whole else shape.root + ahead * unit),
+            "gathered": size * ((shape.parameters if whole else shape.root + ahead * unit) + brought),
         }
     input_bytes = shape.hidden * size
     plain, again = shape.layers, 0  # layers that keep everything, and those that are run again
@@ -198,12 +202,14 @@ def _transients(run: Run, role: Role, options: Options, *, backward: bool) -> di
     # a tile of logits and, for the products, again in the compute dtype; the gradients of inputs (float32) and weight
     head = logits + logits * size // 4 + rows * shape.hidden * 4 + size * shape.vocabulary * shape.hidden
     activations = int(tokens * kept) + kept_rows + int(seen * shape.tower_bytes)
+    trained = sum(one.numel() for one in shape.trained)
+    root_gradients, unit_gradients = min(shape.root, trained), min(unit, trained)
     return {
         "activations": activations,
         "working": max(head, layer + (layer if again else tile_bytes), int(seen * shape.tower_layer_bytes)),
         "gathered": size * (shape.parameters if options.keeps_gathered else shape.root + ahead * unit)
-        + size * shape.root
-        + max((size + 4) * unit, 4 * shape.root - activations),
+        + size * root_gradients
+        + max((size + 4) * unit_gradients, 4 * root_gradients - activations),
         "moved": int(tokens * (movable - held)),
     }
 
