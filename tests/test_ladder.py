@@ -305,7 +305,7 @@ def test_the_command_prints_the_level_and_why(capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     command = ["--config", str(CONFIGS / "ppo.yaml"), "--devices=1"]
     out = planned(capsys, *command, "--device_memory_gb=139")
-    assert "VLLMEngine, context 1,536, stays awake: 51 of 139 GiB at the peak (update); KV cache 9.0 GiB" in out
+    assert "VLLMEngine, context 1,536, stays awake: 52 of 139 GiB at the peak (update); KV cache 9.0 GiB" in out
     out = planned(capsys, *command, "--device_memory_gb=48")
-    assert "context 1,536, sleeps (level 2): 41 of 48 GiB at the peak (update)" in out
+    assert "context 1,536, sleeps (level 2): 42 of 48 GiB at the peak (update)" in out
     assert "sleeps (level 2) parameters" in planned(capsys, "--config", str(CONFIGS / "tiny_grpo.yaml"))
