@@ -115,6 +115,7 @@ def rows(arguments: argparse.Namespace) -> None:
         data_parallel_replicate=arguments.replicas,
         prefetch=arguments.prefetch,
         reshard_after_forward=arguments.reshard_after_forward,
+        min_num_params=arguments.min_num_params,
     )
     world = dist.get_world_size()
     peak = peak_flops(torch.cuda.get_device_name()) if arguments.device == "gpu" else None
@@ -162,6 +163,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--prefetch", type=int, default=0)
     parser.add_argument("--reshard_after_forward", type=yaml.safe_load, default=None)
+    parser.add_argument("--min_num_params", type=int, default=600_000_000)
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--profile", action="store_true", help="the kernels that take longest, of one more step")
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
