@@ -20,6 +20,7 @@ import argparse
 import csv
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -73,6 +74,7 @@ def our_command(recipe: str, seed: int, a: argparse.Namespace, folder: Path) -> 
         "trainer.check_val_every_n_epoch": None,
         "trainer.log_every_n_steps": 1,
         "trainer.enable_progress_bar": False,
+        "trainer.enable_checkpointing": False,
         "trainer.logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": logger},
         "model.init_args.model": a.model,
         "model.init_args.reward": ["lightning_rlhf.rewards.first_number"],
@@ -124,7 +126,10 @@ def run(recipe: str, seed: int, a: argparse.Namespace) -> list[Point]:
         spec |= {"prompts": PROMPTS, "generations": RESPONSES, "tokens": TOKENS, "mini_batches": a.mini_batches}
         (folder / "spec.json").write_text(json.dumps(spec | {"device": a.device}))
         command = [sys.executable, "-m", "benchmarks.trl_learning", str(folder / "spec.json")]
-    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}
+    with socket.socket() as taken:  # TRL's launcher would give every run the same port
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false", "MASTER_PORT": str(port)}
     with open(folder / "log", "w") as log:
         code = subprocess.run(
             command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=os.environ | settings

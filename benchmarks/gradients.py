@@ -85,6 +85,7 @@ def rows(world: int, half_on_cuda: bool) -> list[Row]:
         Row("compiled", {"compile": True}),
         *(Row(f"attention: {kernel}", {"attention": kernel}) for kernel in kernels),
         *(Row(f"{kept}: {value}", sizes={kept: value}, micro=2) for value in (False, True)),
+        Row("gathered as a whole", sizes={"min_num_params": 10**9}, micro=2),
         *(Row(f"sequence parallel {n}", sizes={sp: n}) for n in (2, 4)),
         Row("2 replicas", sizes={replicas: 2}),
         Row("sequence parallel 2, 2 replicas", sizes={sp: 2, replicas: 2}),

@@ -27,6 +27,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 from transformers.utils.logging import disable_progress_bar
 
+from lightning_rlhf.callbacks.checkpoint import IterationCheckpoint
 from lightning_rlhf.callbacks.filtering import FilterGroups
 from lightning_rlhf.callbacks.preemption import Preemption, checkpoint_of_job, restarts
 from lightning_rlhf.callbacks.progress import IterationProgress
@@ -178,6 +179,9 @@ class RLHFCLI(LightningCLI):
         with_rollouts = isinstance(self.model, RLHFLightningModule)
         if not with_rollouts:
             self._refuse_rollout_options()
+        options = self._get(self.config_init, "trainer")
+        if options.enable_checkpointing is False:  # Lightning refuses it beside the default callback
+            options.callbacks = [c for c in options.callbacks or () if not isinstance(c, IterationCheckpoint)]
         trainer = super().instantiate_trainer(**kwargs)
         if not with_rollouts:
             trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, RolloutCallback | Samples)]  # type: ignore[attr-defined]

@@ -46,6 +46,8 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
         reshard_after_forward: false keeps the gathered parameters of trained models until the optimizer's step: one all-gather
             per step instead of two per micro-batch, for the memory of the whole model in the compute dtype; true frees a tied
             embedding too after forward; null frees all but that.
+        min_num_params: a model with fewer parameters is one FSDP unit, gathered as a whole, and not layer by layer: what FSDP2
+            does around each unit takes the CPU longer than a small layer takes the GPU.
 
     Raises:
         ValueError: the world size is not a multiple of ``sequence_parallel_size * data_parallel_replicate``, or a
@@ -60,6 +62,7 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
         timeout_minutes: float = 30.0,
         prefetch: int = 0,
         reshard_after_forward: bool | None = None,
+        min_num_params: int = 600_000_000,
     ) -> None:
         if prefetch < 0:
             raise ValueError(f"trainer.strategy.prefetch must be 0 (FSDP2's own) or positive, got {prefetch}")
@@ -72,7 +75,7 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
         super().__init__(process_group_backend=process_group_backend, timeout=timedelta(minutes=timeout_minutes))
         self.sequence_parallel_size = sequence_parallel_size
         self.data_parallel_replicate = data_parallel_replicate
-        self.prefetch, self.reshard_after_forward = prefetch, reshard_after_forward
+        self.prefetch, self.reshard_after_forward, self.min_num_params = prefetch, reshard_after_forward, min_num_params
         self._data_mesh: DeviceMesh | None = None
         self._neighbours: dict[int, dist.ProcessGroup] = {}
 
@@ -237,7 +240,7 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
         frozen: bool = False,
         on_host: bool = False,
     ) -> None:
-        """Make ``root`` an FSDP2 root with ``units`` (decoder layers, an untied head, a value head) as groups of their own.
+        """Make ``root`` an FSDP2 root with ``units`` (decoder layers, an untied head) as groups of their own, unless it is small.
 
         ``layers`` are those of the units that run one after the other, in their order: the ones that are prefetched.
         Everything in one unit that trains must have one dtype. A frozen root keeps its own dtype and is gathered layer by
@@ -249,6 +252,8 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
         if on_host:
             options["offload_policy"] = self._host_policy
         reshard = True if frozen else self.reshard_after_forward
+        if sum(p.numel() for p in root.parameters()) < self.min_num_params:
+            units, layers = [], []
         for unit in units:
             fully_shard(unit, **options, reshard_after_forward=True if reshard is None else reshard)
         fully_shard(root, **options, reshard_after_forward=reshard)
@@ -293,7 +298,15 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
         """
         device = self.root_device
         home = torch.device("cpu") if on_host else device
-        root._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(device))
+
+        def allocate(tensor: Tensor) -> Tensor:
+            if tensor.is_meta:
+                return torch.empty_like(tensor, device=home)
+            return (
+                tensor if isinstance(tensor, nn.Parameter) else tensor.to(device)
+            )  # a tied one's second name; a buffer
+
+        root._apply(allocate)
 
     @staticmethod
     def reshard(root: nn.Module) -> None:

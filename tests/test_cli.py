@@ -164,6 +164,14 @@ def test_callbacks_can_be_appended():
     assert len(config.trainer.callbacks) == 5
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_checkpoints_can_be_switched_off_in_one_word(wanted, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    line = [*PPO, "--trainer.logger=false", "--trainer.enable_progress_bar=false", "--trainer.max_steps=1"]
+    main([*line, f"--trainer.enable_checkpointing={wanted}"])
+    assert any(tmp_path.rglob("*.ckpt")) == wanted
+
+
 def test_keys_are_not_abbreviated(capfd):
     with pytest.raises(SystemExit):
         parsed("fit", "--model.model=random:tiny", "--data.path=x.jsonl", "--trainer.max_epoch=3")

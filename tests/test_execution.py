@@ -538,6 +538,9 @@ SHARDINGS: dict[str, dict[str, Any]] = {
     "prefetch": {"prefetch": 2},
     "kept": {"reshard_after_forward": False},
     "freed": {"reshard_after_forward": True},
+    "whole": {"min_num_params": 10**6},
+    "whole, kept": {"min_num_params": 10**6, "reshard_after_forward": False, "prefetch": 2},
+    "whole, freed": {"min_num_params": 10**6, "reshard_after_forward": True},
 }
 
 
@@ -546,7 +549,7 @@ def trained(folder: str, options: dict[str, Any], host: HostMemory | None = None
 
     Returns (all-gathers, parameters, order of all-gathers and attention calls).
     """
-    strategy, module = FSDPUlyssesStrategy(**options), pl.LightningModule()
+    strategy, module = FSDPUlyssesStrategy(**{"min_num_params": 0} | options), pl.LightningModule()
     module.trainer = pl.Trainer(barebones=True, accelerator="cpu", devices=2, strategy=strategy)
     strategy.connect(module)
     strategy.setup_environment()
@@ -610,7 +613,7 @@ def test_switches_are_exact_with_sequence_parallelism(name, collectives, attenti
         assert_close(facts[name][2], facts["off"][2], 1e-6)
 
 
-@pytest.mark.parametrize("name", ["prefetch", "kept", "freed", "offloaded"])
+@pytest.mark.parametrize("name", [*SHARDINGS, "offloaded"])
 def test_sharding_options_and_offload_change_no_parameter(name, two_ranks):
     for facts in two_ranks:
         for got, want in zip(facts[name][1], facts["plain"][1], strict=True):
@@ -623,6 +626,13 @@ def test_parameters_that_stay_gathered_are_gathered_once_per_step(two_ranks):
     assert gathers["kept"] == 2 * (LAYERS + 3)
     assert gathers["plain"] > 3 * gathers["kept"]
     assert gathers["prefetch"] == gathers["plain"] < gathers["freed"]
+
+
+def test_a_small_model_is_gathered_as_a_whole(two_ranks):
+    gathers = {name: two_ranks[0][name][0] for name in SHARDINGS}
+    assert gathers["whole, kept"] == 2  # a step
+    assert gathers["whole"] == 2 * 2  # a micro-batch
+    assert gathers["whole, freed"] == 2 * 2 * 2  # once more in backward
 
 
 def test_prefetched_layers_are_gathered_before_the_layer_that_computes(two_ranks):
@@ -722,7 +732,11 @@ def test_offloaded_activations_leave_the_device(folder, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_reference_on_the_host_takes_no_device_memory_between_passes(folder):
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_reference_on_the_host_takes_no_device_memory_between_passes(tied, tmp_path):
+    folder = str(tmp_path)
+    config = Qwen3Config(**CONFIG.to_dict() | {"tie_word_embeddings": tied})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     strategy, packed, held, log_probs = on_gpu(), stream(200, 700, 90).to("cuda"), [], []
     for on_host in (False, True):
         before = torch.cuda.memory_allocated()

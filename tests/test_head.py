@@ -37,11 +37,12 @@ def compare(
     bias: bool = False,
     banned: int = 0,
     with_entropy: bool = True,
+    keep_logits: bool = False,
 ) -> dict[str, tuple[float, bool]]:
     """The head against full logits in float64: per output and gradient, (largest error over largest value, all finite)."""
     torch.manual_seed(0)
     head = LogProbHead(hidden, vocab, bias=bias, dtype=dtype, device=device)
-    head.softcap, head.logit_scale, head.tile_bytes = softcap, logit_scale, tile_bytes
+    head.softcap, head.logit_scale, head.tile_bytes, head.keep_logits = softcap, logit_scale, tile_bytes, keep_logits
     with torch.no_grad():
         head.weight.mul_(4.0)
         if banned:

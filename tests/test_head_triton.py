@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from test_head import VARIANTS, assert_close, compare
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -23,6 +24,9 @@ CASES |= {
     "row tiles": {"rows": 70, "tile_bytes": 2**15},
     "several blocks": {"rows": 5, "vocab": 9000, **VARIANTS["all"]},
     "a block of banned tokens": {"rows": 3, "vocab": 9000, "banned": 5000, "bias": True},
+    "kept logits": {"dtype": "bfloat16", "rows": 70, "tile_bytes": 2**13, "keep_logits": True},
+    "kept logits, all": {"dtype": "bfloat16", "rows": 5, "tile_bytes": 2**11, "keep_logits": True, **VARIANTS["all"]},
+    "kept logits in float32": {"rows": 5, "keep_logits": True},
     "large vocabulary": {"rows": 3, "vocab": 151936, "hidden": 8, "tile_bytes": 2**20, "temperature": 0.7},
 }
 
@@ -42,6 +46,11 @@ def test_the_kernels_equal_full_logits_in_value_and_gradient(case, results):
     assert results["uses"] > len(CASES)
     options = {"dtype": "float32", "vocab": 257} | CASES[case]
     assert_close(results[case], DTYPES[options["dtype"]], options["vocab"])
+
+
+def test_kept_logits_save_a_matrix_product(results):
+    """The logits, the logits again, and two gradients."""
+    assert results["products"] == [4, 3]
 
 
 def test_a_label_that_is_no_token_gives_no_number(results):
@@ -83,6 +92,16 @@ def test_the_kernels_compile_for_hopper_with_wide_loads_and_no_spills(features, 
         assert ".local" not in assembly
 
 
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.name().split("::")[1].split(".")[0] in ("mm", "addmm", "addmm_")
+        return func(*args, **kwargs or {})
+
+
 def main() -> None:
     from lightning_rlhf.modules import head, head_triton
 
@@ -98,7 +117,19 @@ def main() -> None:
         name: compare(**case | {"dtype": DTYPES[case.get("dtype", "float32")]}) for name, case in CASES.items()
     }
     log_probs, _ = head.LogProbHead(8, 257)(torch.randn(3, 8), torch.tensor([-1, 257, 256]))
-    print(json.dumps(found | {"uses": uses, "labels -1 and 257": log_probs.isnan().tolist()}))
+    products = []
+    for keep in (False, True):
+        one = head.LogProbHead(16, 257, dtype=torch.bfloat16)
+        one.keep_logits = keep
+        with torch.no_grad(), Products() as unseen:
+            one(torch.randn(2, 16, dtype=torch.bfloat16), torch.tensor([3, 5]))
+        with Products() as counted:
+            inputs = torch.randn(2, 16, dtype=torch.bfloat16, requires_grad=True)
+            one(inputs, torch.tensor([3, 5]))[0].sum().backward()
+        assert unseen.count == 1
+        products.append(counted.count)
+    more = {"uses": uses, "products": products, "labels -1 and 257": log_probs.isnan().tolist()}
+    print(json.dumps(found | more))
 
 
 if __name__ == "__main__":

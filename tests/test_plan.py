@@ -429,7 +429,7 @@ MEASURED = [
     ("0.5b", 1, 32768, True, 37.6),
     ("7b", 2, 16384, True, 115.5),
 ]
-"""Shape, GPUs, tokens, compiled, GiB: peaks of torch's allocator on H200s, docs/benchmarks.md."""
+"""Shape, GPUs, tokens, compiled, GiB: peaks of torch's allocator on H200s, docs/benchmarks.md; all gathered by layers."""
 
 
 @pytest.mark.parametrize(("shape", "ranks", "tokens", "compiled", "measured"), MEASURED)
@@ -438,7 +438,12 @@ def test_an_update_is_predicted_as_it_was_measured(shape, ranks, tokens, compile
     config_of_shape(shape).save_pretrained(tmp_path)
     module = GRPOLightningModule(str(tmp_path), mini_batches=1, compile=compiled)
     sampling = Sampling(num_generations=1, max_completion_length=1023)
-    sizes = {"world_size": ranks, "num_nodes": 1, "strategy": FSDPUlyssesStrategy(), "micro_batch_tokens": tokens}
+    sizes = {
+        "world_size": ranks,
+        "num_nodes": 1,
+        "strategy": FSDPUlyssesStrategy(min_num_params=0),
+        "micro_batch_tokens": tokens,
+    }
     lengths = {"prompts": 64, "num_generations": 1, "prompt_length": 1, "response_length": 1023}
     plan = plan_of(module, RolloutCallback(engine=VLLMEngine(), sampling=sampling, sleep_level=2), **sizes, **lengths)
     update = plan.phases[-1]
@@ -574,6 +579,7 @@ def test_phases_hold_what_they_use():
 
 
 LAYERS, TOKENS, SHARDS, RANK = 6, 600, 4, 8
+ROWS = 400  # of them in responses
 TINY = ModelSettings("random:tiny").config
 H, F = TINY.hidden_size, TINY.intermediate_size
 HEADS, KV, D = TINY.num_attention_heads, TINY.num_key_value_heads, H // TINY.num_attention_heads
@@ -615,6 +621,7 @@ SAVED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[tuple[str, str], flo
     "a tile longer than the stream": ({"tiled_mlp": TOKENS}, {}, {("update", "activations"): 0}),
     "liger": ({"liger": True}, {}, {("update", "activations"): TOKENS * (LAYERS * (8 * H + 2 * F) + 4 * H)}),
     "compile": ({"compile": True}, {}, {("update", "activations"): TOKENS * LAYERS * (8 * H + 2 * F)}),
+    "keep_logits": ({"keep_logits": True}, {}, {("update", "activations"): -4 * ROWS * TINY.vocab_size}),
     "offload_activations": (
         {"offload_activations": True},
         {},
@@ -676,6 +683,7 @@ def test_a_switch_saves_the_bytes_that_it_should(name):
         module = _ppo(config_overrides=DEEPER, **model)
         callback = RolloutCallback(engine=VLLMEngine(), **rollout)
         sizes = {"strategy": FSDPUlyssesStrategy(), "world_size": SHARDS, "num_nodes": 1, "prompts": 128}
+        sizes |= {"prompt_length": 300, "response_length": 600}
         plan = plan_of(module, callback, micro_batch_tokens=TOKENS, **sizes)
         phases = {(phase.name, part): size for phase in plan.phases for part, size in phase.parts.items()}
         totals = {(phase.name, "total"): phase.total for phase in plan.phases}

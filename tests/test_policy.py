@@ -43,8 +43,8 @@ def save(name: str, folder: Path) -> str:
 
 
 def strategy_of(ranks: int, accelerator: str = "cpu", precision: str = "32-true", **sizes: int) -> FSDPUlyssesStrategy:
-    """A strategy on the process group that is there, without a training run."""
-    strategy = FSDPUlyssesStrategy(**sizes)
+    """A strategy on the process group that is there, without a training run; it shards by layers, as it does large models."""
+    strategy = FSDPUlyssesStrategy(**{"min_num_params": 0} | sizes)
     trainer = pl.Trainer(
         accelerator=accelerator,
         devices=ranks,

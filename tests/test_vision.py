@@ -235,10 +235,11 @@ def test_a_decoder_that_mixes_packed_neighbours_is_found_at_the_start(folder):
 
 @pytest.mark.parametrize("head", [True, False], ids=["policy", "critic"])
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
-def test_the_plan_counts_what_is_built(head, frozen, folder):
-    settings, strategy = ModelSettings(folder, freeze_vision=frozen), strategy_of(1)
+@pytest.mark.parametrize("small", [0, 10**9], ids=["layers", "whole"])
+def test_the_plan_counts_what_is_built(head, frozen, small, folder):
+    settings, strategy = ModelSettings(folder, freeze_vision=frozen), strategy_of(1, min_num_params=small)
     root: Any = build_policy(settings, strategy) if head else build_critic(settings, strategy)
-    shape = shape_of(settings.config, torch.float32, head=head, freeze_vision=frozen)
+    shape = shape_of(settings.config, torch.float32, head=head, freeze_vision=frozen, min_num_params=small)
     assert shape.parameters == sum(p.numel() for p in root.parameters())
     assert shape.trained_shard(1) == sum(p.numel() for p in root.parameters() if p.requires_grad)
     assert shape.layers == len(root.layers)

@@ -10,7 +10,7 @@ Forward takes some rows at a time, with all their columns, and keeps two floats 
 columns of all rows at a time: such a tile completes its slice of the weight's gradient in one matrix product, and what is summed
 over tiles is the gradient of the hidden states, (R, h), not the weight's, (V, h). A tile has `LogProbHead.tile_bytes` of logits,
 in float32 as they were accumulated, never rounded to bfloat16. On CUDA the passes over a tile are one Triton kernel each way
-(`head_triton`), elsewhere plain torch.
+(`head_triton`), elsewhere plain torch. With `LogProbHead.keep_logits` the Triton kernels find in backward what forward made.
 
 Because the maths runs inside the head's own ``forward``, FSDP2's hooks have gathered ``weight``.
 """
@@ -179,15 +179,17 @@ class _TiledLogProbs(torch.autograd.Function):
         with_squares: bool,
         tile_bytes: int,
         passes: ModuleType,
+        keep: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         labels = labels.contiguous()
         log_probs, entropy, squares, lse = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(4))
-        for rows in _tiles(len(hidden), len(weight), tile_bytes):
-            x = _mm(hidden[rows], weight.t())
+        logits = _mm(hidden, weight.t()) if keep else None
+        for rows in [slice(None)] if keep else _tiles(len(hidden), len(weight), tile_bytes):
+            x = _mm(hidden[rows], weight.t()) if logits is None else logits
             found = passes.row_statistics(x, bias, labels[rows], to_logits, with_entropy, with_squares)
             log_probs[rows], entropy[rows], squares[rows], lse[rows] = found
             del x  # or it would live beside the next
-        ctx.save_for_backward(hidden, weight, bias, labels, lse, entropy)
+        ctx.save_for_backward(hidden, weight, bias, labels, lse, entropy, logits)
         ctx.to_logits, ctx.tile_bytes, ctx.passes = to_logits, tile_bytes, passes
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(() if with_entropy else (entropy,)), squares)
@@ -198,7 +200,7 @@ class _TiledLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, lse, entropy = ctx.saved_tensors
+        hidden, weight, bias, labels, lse, entropy, logits = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         d_hidden = None
         d_weight = torch.empty_like(weight) if need_weight else None
@@ -208,7 +210,7 @@ class _TiledLogProbs(torch.autograd.Function):
         rows = (labels, lse, entropy, grad_log_probs, grad_entropy)
         for columns in _tiles(len(weight), len(hidden), ctx.tile_bytes):
             some = None if bias is None else bias[columns]
-            x = _mm(hidden, weight[columns].t())
+            x = _mm(hidden, weight[columns].t()) if logits is None else logits[:, columns]
             d = ctx.passes.logit_gradient(x, some, *rows, columns.start, ctx.to_logits, weight.dtype)
             del x
             if need_hidden:
@@ -218,7 +220,7 @@ class _TiledLogProbs(torch.autograd.Function):
             if d_bias is not None:
                 d_bias[columns] = d.sum(0, dtype=torch.float32)
             del d
-        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, *[None] * 6
+        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, *[None] * 7
 
 
 class LogProbHead(nn.Linear):
@@ -241,6 +243,9 @@ class LogProbHead(nn.Linear):
     logit_scale: float = 1.0
     tile_bytes: int = 2**30
     """Of float32 logits that are held at a time; in backward as many bfloat16 are held besides."""
+
+    keep_logits: bool = False
+    """Of all rows, from forward to backward, 4 bytes each: a matrix product less. With the Triton kernels, below float32."""
 
     passes: ModuleType | None = None
     """Whose passes over a tile are used: this module's, `head_triton`'s, or chosen by the device."""
@@ -290,8 +295,12 @@ class LogProbHead(nn.Linear):
             return x if self.bias is None else x + self.bias
         to_logits = LogitMap(float(temperature), self.softcap, self.logit_scale)
         passes = self.passes or _passes(hidden.device.type)
+        keep = self.keep_logits and torch.is_grad_enabled()
+        keep = (
+            keep and passes is not sys.modules[__name__] and self.weight.dtype != torch.float32
+        )  # they overwrite them
         found = _TiledLogProbs.apply(
-            hidden, self.weight, self.bias, labels, to_logits, with_entropy, with_squares, self.tile_bytes, passes
+            hidden, self.weight, self.bias, labels, to_logits, with_entropy, with_squares, self.tile_bytes, passes, keep
         )
         squares = found[2:] if with_squares else ()
         return (*found[:2], *squares, *((self._is_top(hidden, labels),) if with_top else ()))

@@ -96,6 +96,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     grad_log_probs_ptr,
     grad_entropy_ptr,
     stride,
+    d_stride,
     columns,
     first,
     scale,
@@ -108,8 +109,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    at = row * stride + column
-    u = tl.load(x_ptr + at, mask=inside, other=0.0)
+    u = tl.load(x_ptr + row * stride + column, mask=inside, other=0.0)
     if HAS_BIAS:
         u += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
     c = _capped(u * scale, cap, HAS_CAP)
@@ -121,7 +121,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     d = (d - tl.load(grad_entropy_ptr + row) * spread) * (scale / temperature)
     if HAS_CAP:
         d *= 1.0 - (c / cap) * (c / cap)
-    tl.store(d_ptr + at, d.to(d_ptr.dtype.element_ty), mask=inside)
+    tl.store(d_ptr + row * d_stride + column, d.to(d_ptr.dtype.element_ty), mask=inside)
 
 
 def row_statistics(
@@ -165,7 +165,7 @@ def logit_gradient(
     dtype: torch.dtype,
 ) -> Tensor:
     """As `head.logit_gradient`; in place where ``dtype`` is float32, as no element depends on another."""
-    d = x if dtype == torch.float32 else torch.empty_like(x, dtype=dtype)
+    d = x if dtype == torch.float32 else torch.empty(x.shape, dtype=dtype, device=x.device)
     if len(x):
         with torch.cuda.device_of(x):
             _gradient_kernel[(len(x), triton.cdiv(x.shape[1], BLOCK))](
@@ -178,6 +178,7 @@ def logit_gradient(
                 grad_log_probs,
                 torch.zeros_like(lse) if grad_entropy is None else grad_entropy,
                 x.stride(0),
+                d.stride(0),
                 x.shape[1],
                 first,
                 *_numbers(to_logits),

@@ -143,7 +143,7 @@ class Policy(PackedModel):
 
     def __init__(self, model: nn.Module, strategy: FSDPUlyssesStrategy, settings: ModelSettings) -> None:
         super().__init__(model, strategy, settings)
-        LogProbHead.replace(model)
+        LogProbHead.replace(model).keep_logits = settings.keep_logits
 
     @property
     def head(self) -> nn.Module:

@@ -111,6 +111,7 @@ class ModelSettings:
         offload_reference: the shards of frozen models (reference, reward model) live in host memory and are copied layer by layer
             when they run.
         compile: `torch.compile` each decoder layer.
+        keep_logits: of responses, in float32, from forward to backward, in place of a matrix product (CUDA, with Triton).
         liger: Liger's fused RMSNorm, gated MLP and rotary embedding (CUDA; the extra ``liger``).
         lora: train adapters only; null trains all parameters.
         config_overrides: changes of the transformers config, such as {rope_parameters: {rope_type: yarn, factor: 4.0}}; a
@@ -132,6 +133,7 @@ class ModelSettings:
     offload_activations: bool = False
     offload_reference: bool = False
     compile: bool = False
+    keep_logits: bool = False
     liger: bool = False
     lora: LoRA | None = field(default=None, hash=False)
     config_overrides: dict[str, Any] | None = field(default=None, hash=False)

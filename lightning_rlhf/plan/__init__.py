@@ -112,6 +112,7 @@ def make_plan(
                 freeze_vision=settings.freeze_vision,
                 liger=settings.liger,
                 compiled=settings.compile,
+                min_num_params=run.strategy.min_num_params,
             )
         roles.append(Role(name, shapes[key], trained=name in module.learning_rates))
     policy = roles[0].shape
@@ -127,6 +128,7 @@ def make_plan(
         offload_activations=settings.offload_activations,
         recomputed=settings.recomputed,
         tiled_mlp=settings.tiled_mlp,
+        keep_logits=settings.keep_logits,
         evaluates=module.needs_old_log_probs or module.needs_reference or len(roles) > 1,
         keeps_gathered=run.strategy.reshard_after_forward is False,
         prefetch=run.strategy.prefetch,

@@ -11,7 +11,7 @@ for as many image tokens as that may have (`Run.image_tokens`); the other transi
                 the products; the gradients of its inputs and weight), and the layer at work (as large as what it keeps for
                 backward, twice that when it is recomputed; of a tiled MLP one tile)
     gathered    the root's parameters, two layers' parameters; in backward the root's and a unit's gradients, and the float32
-                copy that is reduced
+                copy that is reduced (of the root's when activations are gone). A small model is all root
 
 Fragmentation is not modelled; what the CUDA context, NCCL and the libraries hold besides is `CONTEXT`, an assumption.
 """
@@ -86,6 +86,7 @@ class Options:
         offload_activations: what layers keep for backward waits on the host, but for two of them.
         recomputed: which layers are run again in backward, see `ModelSettings`.
         tiled_mlp: tokens of a tile, or None.
+        keep_logits: from forward to backward.
         evaluates: there is a pass without gradients before the update.
         keeps_gathered: trained models stay gathered until the optimizer's step.
         prefetch: layers that are gathered ahead.
@@ -99,6 +100,7 @@ class Options:
     offload_activations: bool
     recomputed: str
     tiled_mlp: int | None
+    keep_logits: bool
     evaluates: bool
     keeps_gathered: bool = False
     prefetch: int = 0
@@ -191,14 +193,17 @@ def _transients(run: Run, role: Role, options: Options, *, backward: bool) -> di
     kept = shape.saved_bytes - shape.layers * shape.layer_bytes + attention + held
     seen = run.image_tokens(run.mini_batches) if shape.tower_bytes else 0
     kept_rows = rows * (input_bytes + 20)  # what the head saves: inputs, labels, three floats
+    if options.keep_logits:
+        kept_rows += rows * 4 * shape.vocabulary
     # a tile of logits and, for the products, again in the compute dtype; the gradients of inputs (float32) and weight
     head = logits + logits * size // 4 + rows * shape.hidden * 4 + size * shape.vocabulary * shape.hidden
+    activations = int(tokens * kept) + kept_rows + int(seen * shape.tower_bytes)
     return {
-        "activations": int(tokens * kept) + kept_rows + int(seen * shape.tower_bytes),
+        "activations": activations,
         "working": max(head, layer + (layer if again else tile_bytes), int(seen * shape.tower_layer_bytes)),
         "gathered": size * (shape.parameters if options.keeps_gathered else shape.root + ahead * unit)
         + size * shape.root
-        + (size + 4) * unit,
+        + max((size + 4) * unit, 4 * shape.root - activations),
         "moved": int(tokens * (movable - held)),
     }
 

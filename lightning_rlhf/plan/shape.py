@@ -96,6 +96,7 @@ def shape_of(
     freeze_vision: bool = True,
     liger: bool = False,
     compiled: bool = False,
+    min_num_params: int = 0,
 ) -> Shape:
     """The shape of a causal language model that computes in ``dtype``.
 
@@ -106,6 +107,7 @@ def shape_of(
         freeze_vision: the tower of a vision-language model has no gradients.
         liger: with Liger's modules in place of the model's own.
         compiled: layers run as `torch.compile` divides them. With Liger, whose kernels it cannot see into, nothing changes.
+        min_num_params: of the strategy: a smaller model is all root.
 
     Raises:
         NotImplementedError: the model is of another vision-language family or cannot attend over packed streams.
@@ -130,6 +132,8 @@ def shape_of(
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     if head and output.weight is not embedding.weight:
         units += [output, embedding]
+    if _count(backbone) < min_num_params:
+        units = []
     text = config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
