@@ -148,7 +148,8 @@ def measure(a: argparse.Namespace) -> tuple[dict[str, list[list[Point]]], list[s
     Raises:
         ValueError: the results that are there are of other work.
     """
-    work = {name: getattr(a, name) for name in ("model", "steps", "every", "mini_batches", "lr", "parallel", "device")}
+    work = {name: getattr(a, name) for name in ("steps", "every", "mini_batches", "lr", "parallel", "device")}
+    work["model"] = Path(a.model).name
     known = json.loads(a.results.read_text()) if a.results.exists() else {"work": work, "runs": {}}
     if known["work"] != work:
         raise ValueError(f"{a.results} is of {known['work']}, not of {work}: give another --results")
@@ -175,7 +176,8 @@ def table(curves: dict[str, list[list[Point]]], parallel: int) -> str:
     lines.append(["---"] * len(lines[0]))
     for recipe, runs in curves.items():
         columns = [[points[place]["accuracy"] for points in runs] for place in range(len(places))]
-        cells = [f"{mean(c):.3f} ({min(c):.3f} - {max(c):.3f})" if len(c) > 1 else f"{c[0]:.3f}" for c in columns]
+        ranges = [f" ({min(c):.3f} - {max(c):.3f})" if min(c) < max(c) else "" for c in columns]
+        cells = [f"{mean(c):.3f}{range_}" for c, range_ in zip(columns, ranges, strict=True)]
         seconds = [point["seconds"] for points in runs for point in points[1:]]
         lines.append([recipe, *cells, *([f"{median(seconds):.2f}"] if parallel == 1 else [])])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

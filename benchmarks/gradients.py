@@ -228,7 +228,7 @@ def table(arguments: argparse.Namespace, folder: str) -> int:
         plain = stock(folder, data, device, torch.bfloat16)
         limit = BFLOAT16_FACTOR * compare(plain, "transformers, bfloat16 weights", "", "")[0]
     for row in rows(world, half and device.type == "cuda"):
-        strategy = strategies(**row.sizes)
+        strategy = strategies(**{"min_num_params": 0} | row.sizes)
         budget = token_budget(strategy.dp_size, row.micro, config.hidden_size)
         if budget is None or not re.search(arguments.rows, row.name):
             continue

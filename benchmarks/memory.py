@@ -3,7 +3,8 @@
 python benchmarks/memory.py --config benchmarks/grpo_step.yaml [--any.option=...]
 
 Runs three iterations and prints, per phase, GiB that the plan predicts beside what the first rank saw: the peak of torch's
-allocator while the engine sleeps, the device's memory in use during the rollout (an engine's pool is not torch's).
+allocator while the engine sleeps, the device's memory in use during the rollout (an engine's pool is not torch's). Where
+something is parked in host memory there is a row for it: pinned memory of the first rank, without the engine's own.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ class Compare(pl.Callback):
 
     def __init__(self) -> None:
         self.seen: dict[str, float] = {}
+        self.pinned_before = 0
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        self.pinned_before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
         for name, key in MEASURED.items():
@@ -44,6 +49,10 @@ class Compare(pl.Callback):
                 outside = 0 if phase.name == "rollout" else phase.parts["context"]  # not in torch's allocator
                 predicted, measured = (phase.total - outside) / GIB, self.seen[phase.name]
                 print(f"{phase.name:10} {predicted:9.2f} {measured:9.2f}  {predicted / measured:8.3f}")
+        if parked := sum(plan.host.values()):
+            predicted = parked / GIB / (trainer.world_size // trainer.num_nodes)
+            measured = (torch.cuda.host_memory_stats()["allocated_bytes.peak"] - self.pinned_before) / GIB
+            print(f"{'host':10} {predicted:9.2f} {measured:9.2f}  {predicted / measured:8.3f}")
 
 
 class CompareCLI(RLHFCLI):

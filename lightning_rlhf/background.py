@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from lightning_rlhf.host_memory import HostBlocks, local_of
 
 Job = Callable[[dist.ProcessGroup | None], None]
 
@@ -34,11 +35,14 @@ class Background:
     def __init__(self, device: torch.device, timeout: timedelta | None) -> None:
         self._device, self._timeout = device, timeout
         self._buffers: dict[str, Tensor] = {}
+        self._blocks = HostBlocks()
         self._group: dist.ProcessGroup | None = None
         self._job: Future[None] | None = None
 
     def copied(self, state: Any) -> Any:
         """The same containers with every tensor in host memory that is overwritten by the next call."""
+        if not self._buffers:
+            self._blocks.expect(_nbytes(state))
         copy = self._copied("", state)
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
@@ -63,6 +67,7 @@ class Background:
         """Wait and give the host memory back."""
         self.wait()
         self._buffers.clear()
+        self._blocks = HostBlocks()
 
     def _run(self, job: Job, future: Future[None]) -> None:
         if self._device.type == "cuda":  # a new thread is on the first one, and would claim memory there
@@ -84,15 +89,18 @@ class Background:
         return value
 
     def _on_host(self, name: str, tensor: Tensor) -> Tensor:
-        local = _local(tensor)
+        local = local_of(tensor)
         if type(local) is not Tensor:  # of another package's class, of which nothing is known
             return tensor.to("cpu", copy=True)
         host = self._buffers.get(name)
-        if host is None or _local(host).shape != local.shape or host.dtype != tensor.dtype:
-            host = self._buffers[name] = torch.empty_like(tensor, device="cpu", pin_memory=local.is_cuda)
-        _local(host).copy_(local, non_blocking=True)
+        if host is None or local_of(host).shape != local.shape or host.dtype != tensor.dtype:
+            host = self._buffers[name] = self._blocks.empty_like(tensor, local.is_cuda)
+        local_of(host).copy_(local, non_blocking=True)
         return host
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _nbytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return local_of(value).nbytes
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return sum(map(_nbytes, items))

@@ -28,6 +28,7 @@ from typing_extensions import override
 
 from lightning_rlhf.background import Background
 from lightning_rlhf.checkpointing import DistributedCheckpoints
+from lightning_rlhf.host_memory import HostBlocks, local_of
 from lightning_rlhf.meeting import store_of_attempt
 from lightning_rlhf.precision import FSDP2Precision
 from lightning_rlhf.ulysses import gather_sequence, shard_sequence
@@ -296,12 +297,13 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
 
         ``on_host`` as in `shard`; buffers go to the device in either case.
         """
-        device = self.root_device
-        home = torch.device("cpu") if on_host else device
+        device, blocks = self.root_device, HostBlocks()
+        blocks.expect(sum(local_of(p).nbytes for p in root.parameters()))
 
         def allocate(tensor: Tensor) -> Tensor:
             if tensor.is_meta:
-                return torch.empty_like(tensor, device=home)
+                on_cuda = device.type == "cuda"
+                return blocks.empty_like(tensor, on_cuda) if on_host else torch.empty_like(tensor, device=device)
             return (
                 tensor if isinstance(tensor, nn.Parameter) else tensor.to(device)
             )  # a tied one's second name; a buffer

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from lightning_rlhf.host_memory import HostBlocks, local_of
 
 _Key = tuple[int, str]
 """id of a parameter, and which of its tensors: itself or a name in the optimizer's state."""
@@ -24,6 +25,7 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._buffers: dict[_Key, Tensor] = {}
+        self._blocks = HostBlocks()
         self._away: set[_Key] = set()
 
     def offload_states(self, optimizers: Iterable[torch.optim.Optimizer]) -> int:
@@ -32,11 +34,12 @@ class HostMemory:
         Raises:
             NotImplementedError: a state is a tensor of another package's class.
         """
-        moved = 0
-        for state, name, key in _states(optimizers):
+        moved, moments = 0, list(_states(optimizers))
+        self._expect((state[name], key) for state, name, key in moments)
+        for state, name, key in moments:
             if key not in self._away:
                 state[name] = self._to_host(key, state[name])
-                moved += _local(state[name]).nbytes
+                moved += local_of(state[name]).nbytes
         _free_device_memory()
         return moved
 
@@ -50,9 +53,10 @@ class HostMemory:
             if not isinstance(tensor, nn.Parameter) or key in self._away:  # a buffer; a tied one's second name
                 return tensor
             host = self._to_host(key, tensor.detach())
-            moved += _local(host).nbytes
+            moved += local_of(host).nbytes
             return host
 
+        self._expect((parameter, (id(parameter), "parameter")) for parameter in root.parameters())
         for parameter in root.parameters():
             parameter.grad = None
         root._apply(to_host)
@@ -79,22 +83,25 @@ class HostMemory:
         """Whether anything is away."""
         return bool(self._away)
 
+    def _expect(self, tensors: Iterable[tuple[Tensor, _Key]]) -> None:
+        self._blocks.expect(sum(local_of(tensor).nbytes for tensor, key in tensors if key not in self._buffers))
+
     def _to_host(self, key: _Key, tensor: Tensor) -> Tensor:
-        if type(_local(tensor)) is not Tensor:
+        if type(local_of(tensor)) is not Tensor:
             raise NotImplementedError(
-                f"the optimizer keeps {type(_local(tensor)).__name__} tensors, whose parts cannot be moved one by one: set"
+                f"the optimizer keeps {type(local_of(tensor)).__name__} tensors, whose parts cannot be moved one by one: set"
                 " rollout.offload_optimizer to false"
             )
         host = self._buffers.get(key)
         if host is None:
-            host = self._buffers[key] = torch.empty_like(tensor, device="cpu", pin_memory=_local(tensor).is_cuda)
-        _local(host).copy_(_local(tensor), non_blocking=True)
+            host = self._buffers[key] = self._blocks.empty_like(tensor, local_of(tensor).is_cuda)
+        local_of(host).copy_(local_of(tensor), non_blocking=True)
         self._away.add(key)
         return host
 
     def _to_device(self, key: _Key, host: Tensor, device: torch.device) -> Tensor:
         tensor = torch.empty_like(host, device=device)
-        _local(tensor).copy_(_local(host), non_blocking=True)
+        local_of(tensor).copy_(local_of(host), non_blocking=True)
         self._away.discard(key)
         return tensor
 
@@ -106,10 +113,6 @@ def _states(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[dict[
             for name, value in list(state.items()):
                 if isinstance(value, Tensor) and value.dim() > 0:
                     yield state, name, (id(parameter), name)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _free_device_memory() -> None:

@@ -12,14 +12,15 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from lightning_rlhf.host_memory import local_of
 
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """Parameters of a sharded model into one that is sharded alike, rounded to its dtype, wherever its shards live."""
     for parameter, copy in zip(source.parameters(), target.parameters(), strict=True):
-        _local(copy).copy_(_local(parameter))
+        local_of(copy).copy_(local_of(parameter))
 
 
 def average_of(root: nn.Module) -> nn.Module:
@@ -44,7 +45,7 @@ def update_average(average: nn.Module, root: nn.Module, decay: float) -> None:
     """One step of the moving average that `average_of` began."""
     trained = [p for p in root.parameters() if p.requires_grad]
     for copy, parameter in zip(average.parameters(), trained, strict=True):
-        _local(copy).lerp_(_local(parameter).float(), 1.0 - decay)
+        local_of(copy).lerp_(local_of(parameter).float(), 1.0 - decay)
 
 
 def averages(average: nn.Module, root: nn.Module) -> Callable[[nn.Parameter], Tensor]:
@@ -52,7 +53,3 @@ def averages(average: nn.Module, root: nn.Module) -> Callable[[nn.Parameter], Te
     trained = [id(p) for p in root.parameters() if p.requires_grad]
     copies = dict(zip(trained, average.parameters(), strict=True))
     return lambda parameter: copies.get(id(parameter), parameter)
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
