@@ -86,8 +86,9 @@ class VLLMEngine(RolloutEngine):
             "auto", from the model's folder, for vision-language models: dummy values also replace the constants by which
             vLLM normalises pixels, which are no weights and would never be put right.
         sync: how weights are replaced (module docstring); "auto" picks "plain" where it is safe.
-        engine_args: further arguments of ``vllm.LLM``; they win over those above. With ``scheduler_cls`` that scheduler is
-            left as it is (`vllm_scheduler`).
+        shorten_steps: leave out what changes nothing in the scheduler's steps (`vllm_scheduler`), where that is known to be the
+            same; else vLLM's own run, and the log says so.
+        engine_args: further arguments of ``vllm.LLM``; they win over those above.
     """
 
     memory_settings = "rollout.engine.gpu_memory_utilization (or kv_cache_memory_bytes)"
@@ -102,6 +103,7 @@ class VLLMEngine(RolloutEngine):
         max_num_batched_tokens: int | None = None,
         load_format: str | None = None,
         sync: Literal["auto", "plain", "layerwise"] = "auto",
+        shorten_steps: bool = False,
         engine_args: dict[str, Any] | None = None,
     ) -> None:
         if tensor_parallel_size < 1:
@@ -116,6 +118,7 @@ class VLLMEngine(RolloutEngine):
         self.max_num_batched_tokens = max_num_batched_tokens
         self.load_format = load_format
         self.sync = sync
+        self.shorten_steps = shorten_steps
         self.engine_args = engine_args or {}
         self.llm: Any = None
         self._asleep: set[str] = set()
@@ -161,7 +164,7 @@ class VLLMEngine(RolloutEngine):
         self._worker = self.llm.llm_engine.model_executor.driver_worker.worker
         self._config = self._worker.vllm_config
         self._sync_mode = self._choose_sync() if self.sync == "auto" else self.sync
-        short = "scheduler_cls" not in self.engine_args and shorten_steps(self.llm)
+        short = self.shorten_steps and shorten_steps(self.llm)
         log.info(
             "vLLM %s on %d ranks: %s weight sync, async scheduling %s, steps %s, at most %d sequences",
             version_installed(),

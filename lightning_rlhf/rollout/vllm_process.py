@@ -160,7 +160,7 @@ _READ = {
     "1775aea2cd60b1fc": "0.32.0",
     "7148b2f5bb9c748d": "0.33.0",
 }
-"""`scheduler_digest` of the versions whose sources `ShortSteps` was read and tried against, step by step."""
+"""`scheduler_digest` of the versions against whose sources the steps of `ShortSteps` were compared."""
 
 
 def shorten_steps(llm: Any) -> bool:

@@ -49,7 +49,9 @@ COUNTERS = (
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[VLLMEngine]:
-    engine = VLLMEngine(kv_cache_memory_bytes=16 << 20, load_format="auto", engine_args={"block_size": 32})
+    engine = VLLMEngine(
+        kv_cache_memory_bytes=16 << 20, load_format="auto", shorten_steps=True, engine_args={"block_size": 32}
+    )
     engine.setup(EngineSetup(str(tiny_model()), torch.device("cpu"), torch.float32, (EOS,), 0, 128, SEQUENCES))
     engine.weight_version = 0
     yield engine
