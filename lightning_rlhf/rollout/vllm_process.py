@@ -151,14 +151,14 @@ _NEUTRAL = {
 """Of a scheduler that does nothing but generate text; what an older version lacks it does not do."""
 
 _READ = {
-    "2148fae929c6d69c": "0.26.0",
-    "30038d28ab7c2838": "0.27.1",
-    "638a03d59117ce61": "0.28.0",
-    "d14f9a6aa9b7b02d": "0.29.0",
-    "22dffbe17dd28249": "0.30.0",
-    "6d1ad6a7feeff167": "0.31.0",
-    "1775aea2cd60b1fc": "0.32.0",
-    "7148b2f5bb9c748d": "0.33.0",
+    "7f3c5fe0e8f2921f": "0.26.0",
+    "96415b22b0f0c41f": "0.27.1",
+    "ab202a8a0c6f5c15": "0.28.0",
+    "5d0befbf082e1395": "0.29.0",
+    "812231bc50f1f0ce": "0.30.0",
+    "6de2be10ea2bfbf3": "0.31.0",
+    "333dc2455665e906": "0.32.0",
+    "eb1d3daca665a021": "0.33.0",
 }
 """`scheduler_digest` of the versions against whose sources the steps of `ShortSteps` were compared."""
 
@@ -196,6 +196,8 @@ def scheduler_digest() -> str:
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher
         from vllm.v1.core.sched import async_scheduler, scheduler
         from vllm.v1.engine import detokenizer, output_processor
+        from vllm.v1.engine.logprobs import LogprobsProcessor
+        from vllm.v1.outputs import LogprobsLists
         from vllm.v1.request import Request
 
         steps, own = scheduler.Scheduler, single_type_kv_cache_manager.SingleTypeKVCacheManager
@@ -209,6 +211,7 @@ def scheduler_digest() -> str:
             parts += [held.allocate_new_blocks, held.cache_blocks]
         parts += [own.get_num_skipped_tokens, detokenizer.IncrementalDetokenizer]
         parts += [output_processor.OutputProcessor.process_outputs, output_processor.RequestState.make_request_output]
+        parts += [LogprobsProcessor.update_from_output, LogprobsProcessor._update_sample_logprobs, LogprobsLists]
         return hashlib.sha256("".join(map(inspect.getsource, parts)).encode()).hexdigest()[:16]
     except (ImportError, AttributeError, OSError):
         return ""

@@ -60,8 +60,7 @@ class ShortSteps:
         running, waiting, block = own.running, own.waiting, own.block_size
         full = len(running) >= getattr(own, "max_num_active_reqs", own.max_num_running_reqs)
         if (
-            throttle_prefills
-            or not 1 < len(running) <= own.max_num_scheduled_tokens
+            not 1 < len(running) <= own.max_num_scheduled_tokens
             or len(own.requests) != len(running) + len(waiting)
             or (waiting and not full)
             or own._pause_state.name != "UNPAUSED"
@@ -81,7 +80,7 @@ class ShortSteps:
                 done + 2 < request.counts_until
                 and done % block
                 and known % block
-                and place  # one goes vLLM's way in any case: it is never given an empty batch
+                and place  # the first goes vLLM's way: through it older versions find the prefix that all share
                 and name in seen
             ):
                 counting.append(request)
@@ -112,6 +111,7 @@ class ShortSteps:
         tokens, rows = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
         log_probs = model_runner_output.logprobs
         row_each = log_probs is not None and log_probs.cu_num_generated_tokens is None
+        columns = _columns(log_probs) if row_each else None
         noted = bool(not tokens or model_runner_output.num_nans_in_logits)
         others, known = {}, {}
         for name, number in scheduler_output.num_scheduled_tokens.items():
@@ -135,7 +135,7 @@ class ShortSteps:
                         done = request.num_computed_tokens - request.num_output_placeholders
                         own.kv_cache_manager.cache_blocks(request, done)
                     if kept is not None:
-                        kept.append((log_probs, row))
+                        kept.append((columns, row))
                     continue
             others[name], known[name] = number, request
         rest = copy(scheduler_output)
@@ -167,7 +167,16 @@ def _fill(output: Any, ids: list[str], computed: list[int], outputs: list[int], 
     output.num_scheduled_tokens, output.total_num_scheduled_tokens = dict.fromkeys(ids, 1), len(ids)
 
 
-def _joined(kept: list[tuple[Any, int]], last: Any) -> Any:
+def _columns(log_probs: Any) -> list[Any]:
+    """Ids, values and ranks of the sampled tokens, a row per request: copies, as the runner's own lie in page-locked memory,
+    which it would have to allocate anew in each step."""
+    return [(part[:, 0] if part.ndim > 1 else part).copy() for part in log_probs[:3]]
+
+
+def _joined(kept: list[tuple[list[Any], int]], last: Any) -> Any:
     """``LogprobsLists`` of one request, of sampled tokens only: its rows in steps, then those of its last step."""
-    columns = [[*(step[i][row : row + 1] for step, row in kept), last[i]] for i in range(3)]
-    return type(last)(*(numpy.concatenate([part[:, :1] if part.ndim > 1 else part for part in c]) for c in columns))
+    ids, values, ranks = (
+        numpy.concatenate([*(columns[i][row : row + 1] for columns, row in kept), part])
+        for i, part in enumerate(_columns(last))
+    )
+    return type(last)(ids[:, None], values[:, None], ranks)
