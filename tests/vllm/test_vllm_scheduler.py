@@ -230,14 +230,8 @@ def summary(parts: list[Any]) -> tuple[Any, ...]:
 @pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
 @pytest.mark.parametrize(
     ("blocks", "number", "budget"),
-    [
-        (400, SEQUENCES, 1536),
-        (400, 3 * SEQUENCES, 1536),
-        (400, 2 * SEQUENCES, 17),
-        (400, 2 * SEQUENCES, SEQUENCES - 3),
-        (14, 2 * SEQUENCES, 1536),
-    ],
-    ids=["all", "waiting", "chunked", "less than running", "preempted"],
+    [(400, SEQUENCES, 1536), (400, 3 * SEQUENCES, 1536), (400, 2 * SEQUENCES, 17), (14, 2 * SEQUENCES, 1536)],
+    ids=["all", "waiting", "chunked", "preempted"],
 )
 def test_steps_are_those_of_vllm(
     engine: VLLMEngine, ahead: bool, v2: bool, blocks: int, number: int, budget: int
@@ -287,7 +281,7 @@ def compare_steps(
             else:
                 assert step > 50
                 assert len(own[0]) >= number - len(aborts)
-    seldom = blocks < 100 or budget < SEQUENCES or more is not None
+    seldom = blocks < 100 or more is not None
     assert sum(handed) < (1.0 if seldom else 0.75) * rows, "all went the way of vLLM"
     assert bool(preemptions) == (blocks < 100)
 
