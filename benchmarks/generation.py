@@ -49,11 +49,15 @@ def ours(a: argparse.Namespace, model: str, given: set[str]) -> Generate:
     from lightning_rlhf.rollout.engine import EngineSetup
     from lightning_rlhf.types import Sampling
 
+    if not given <= {"log_probs", "shorten_steps"}:
+        raise ValueError(f"ours may have log_probs and shorten_steps, got {sorted(given)}")
     longest = Lengths.parse(a.lengths).longest
     options = {"gpu_memory_utilization": a.gpu_memory, "shorten_steps": "shorten_steps" in given}
     engine = ForcedVLLM(a.lengths, load_format="auto", **options)
     count = a.prompts * a.generations
     engine.setup(EngineSetup(model, device(), torch.bfloat16, (), 0, a.prompt_tokens + longest, count))
+    if options["shorten_steps"] and "schedule" not in vars(engine.llm.llm_engine.engine_core.engine_core.scheduler):
+        raise RuntimeError("the steps of this vLLM are not shortened, so they cannot be measured")
     engine.weight_version = 0
     sampling = Sampling(max_completion_length=longest, ignore_eos=True)
 
