@@ -5,7 +5,7 @@ change all the same.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import Future
 from typing import Any
 
@@ -43,6 +43,12 @@ class DistributedCheckpoints(ModelParallelStrategy):
         frozen = {n for n, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
         frozen -= {n for n in frozen if n.startswith(getattr(self.lightning_module, "frozen_in_checkpoints", ()))}
         return {n: t for n, t in get_model_state_dict(self.model).items() if n not in frozen}
+
+    def _wanted(self, stored: Container[str]) -> dict[str, Any]:
+        """What is read: all of this run's parameters, but those that follow others and were not kept by the run that wrote."""
+        followers = getattr(self.lightning_module, "frozen_in_checkpoints", ())
+        own = self.lightning_module_state_dict().items()
+        return {n: t for n, t in own if f"state_dict.{n}" in stored or not n.startswith(followers)}
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -147,7 +153,7 @@ class DistributedCheckpoints(ModelParallelStrategy):
         trusted = forced if weights_only is None else not weights_only
         metadata, index = storage.on_rank_zero(lambda: restricted.read(path, trusted))
         getattr(self.lightning_module, "check_checkpoint", lambda *_: None)(path, metadata)
-        state: dict[str, Any] = {"state_dict": self.lightning_module_state_dict()}
+        state: dict[str, Any] = {"state_dict": self._wanted(index.state_dict_metadata)}
         for i, optimizer in enumerate(self.optimizers):
             state[f"optimizer_{i}"] = get_optimizer_state_dict(self.model, optimizer)
             # a fresh optimizer names all parameters; one that had no gradient yet (critic warm-up) has no state to load

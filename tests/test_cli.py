@@ -40,6 +40,8 @@ MISTAKES = {
     "--model.kl.estimator=k1": "has no useful gradient in the loss",
     "--model.loss=nope": "model.loss: there is no 'nope'; built in: ppo, gspo, gmpo, cispo, sapo, gpg, dro, dppo_tv, dppo_kl",
     "--model.loss_args={beta: 1}": "model.loss_args: ppo has no option 'beta'",
+    "--model.advantage_args={length_alpha: 0}": "model.advantage_args.length_alpha: got 0, must be >0",
+    "--model.advantage_args={lam_critic: much}": "model.advantage_args.lam_critic: got 'much', must be",
     "--model.kl={coef: 0, target: 0.1}": "model.kl.target steers model.kl.coef",
     "--model.correction={floor: 3}": "model.correction.floor must be below cap=2, got 3",
     "--model.correction={reject: {token_k4: 1}}": "model.correction.reject: 'token_k4' is none of token_k1",

@@ -51,7 +51,10 @@ def compare(
     labels = torch.randint(vocab - banned, (rows,), device=device)
     labels[0], labels[-1] = 0, vocab - banned - 1
     weights = torch.randn(2, rows, device=device)
-    got = head(h, labels, temperature, with_entropy, True)
+    if rows > 2:
+        with torch.no_grad():
+            labels[1] = head(h[1:2]).argmax()
+    got = head(h, labels, temperature, with_entropy, True, True)
     inputs = {"hidden": h, **dict(head.named_parameters())}
     exact = {name: t.detach().double().requires_grad_() for name, t in inputs.items()}
     log_probs, entropy = plain_log_probs(
@@ -62,12 +65,13 @@ def compare(
     logits = logits if softcap is None else (logits / softcap).tanh() * softcap
     squares = (logits / temperature).softmax(-1).square().sum(-1)
     found = {"log_probs": (got[0], want[0]), "entropy": (got[1], want[1]), "squares": (got[2], squares)}
+    found["top"] = (got[3], (logits.argmax(-1) == labels).double())
     terms = 2 if with_entropy else 1
     losses = [(weights[:terms] * torch.stack(out[:terms])).sum() for out in (got, want)]
     grads = [torch.autograd.grad(loss, list(of.values())) for loss, of in zip(losses, (inputs, exact), strict=True)]
     found |= {name: pair for name, *pair in zip(inputs, *grads, strict=True)}
     assert {values.dtype for values in got} == {torch.float32}
-    assert not got[2].requires_grad
+    assert not any(values.requires_grad for values in got[2:])
     assert all(g.dtype == dtype for g in grads[0])
     return {
         name: (

@@ -66,7 +66,7 @@ def test_the_kernels_compile_for_hopper_with_wide_loads_and_no_spills(features, 
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = {"COLUMNS": 151936, "HAS_BIAS": features, "HAS_CAP": features, "WITH_ENTROPY": features}
-    constants |= {"WITH_SQUARES": features, "BLOCK": head_triton.BLOCK}
+    constants |= {"WITH_SQUARES": features, "WITH_TOP": features, "BLOCK": head_triton.BLOCK}
     types = {
         "d_ptr": "*bf16",
         "bias_ptr": "*bf16",

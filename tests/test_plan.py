@@ -562,7 +562,7 @@ def plan_of(module: Any, rollout: RolloutCallback, memory: int = 80 * 2**30, **c
 
 
 def _ppo(**changes: Any) -> PPOLightningModule:
-    return PPOLightningModule("random:tiny", kl=KL(coef=0.1), **({"mini_batches": 2} | changes))
+    return PPOLightningModule("random:tiny", **({"kl": KL(coef=0.1), "mini_batches": 2} | changes))
 
 
 def test_phases_hold_what_they_use():
@@ -721,10 +721,16 @@ def test_an_engine_that_sleeps_leaves_its_weights_on_the_host():
 
 
 def test_a_checkpoint_that_is_written_meanwhile_is_copied_to_the_host():
-    """float32 parameters that train, and Adam's two moments, on 4 GPUs."""
-    plans = [plan_of(_ppo(), RolloutCallback(engine=VLLMEngine()), async_save=saved) for saved in (False, True)]
-    shards = sum(role.shape.trained_shard(4) for role in plans[1].roles if role.trained)
-    assert [plan.host["checkpoint"] for plan in plans] == [0, 4 * 12 * shards]
+    """float32 parameters that train, and Adam's two moments, on 4 GPUs; a bfloat16 reference that is renewed."""
+
+    def host(saved: bool, **options: Any) -> int:
+        return plan_of(_ppo(**options), RolloutCallback(engine=VLLMEngine()), async_save=saved).host["checkpoint"]
+
+    roles = plan_of(_ppo(), RolloutCallback(engine=VLLMEngine())).roles
+    shards = sum(role.shape.trained_shard(4) for role in roles if role.trained)
+    renewed = {"kl": KL(coef=0.1, refresh_every=5)}
+    assert [host(False), host(True)] == [0, 4 * 12 * shards]
+    assert [host(False, **renewed), host(True, **renewed)] == [0, 4 * (12 * shards + 2 * roles[0].shape.shard(4))]
 
 
 def test_a_tile_at_a_time_is_at_work():

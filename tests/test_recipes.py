@@ -345,6 +345,24 @@ def test_what_cannot_be_renewed_is_refused(make, message):
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_an_average_that_a_resumed_run_adds_starts_from_its_actor_and_a_renewed_reference_from_the_model(tmp_path):
+    saver = IterationCheckpoint(dirpath=str(tmp_path / "ck"))
+    fit(whole := Followed(kl=KL(0.1)), tmp_path / "run", 2, num_generations=4, callbacks=[saver])
+    rest, checkpoint = Followed(kl=KL(0.1, refresh_every=2), ema_decay=0.6), str(tmp_path / "ck/iteration-000002.ckpt")
+    with pytest.warns(
+        UserWarning, match=r"refresh_every None \(here 2\), model\.ema_decay None \(here 0\.6\): this run goes on"
+    ):
+        fit(rest, tmp_path / "rest", 4, num_generations=4, ckpt_path=checkpoint)
+    expected = whole.seen[-1]["actor"]
+    for seen in rest.seen:
+        expected = {name: 0.6 * expected[name] + 0.4 * tensor for name, tensor in seen["actor"].items()}
+        torch.testing.assert_close(seen["average"], expected)
+    for name, tensor in rest.seen[0]["reference"].items():
+        assert torch.equal(tensor, whole.seen[-1]["reference"][name])
+        assert torch.equal(rest.seen[1]["reference"][name], rest.seen[1]["actor"][name].bfloat16())
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_a_run_that_goes_on_without_the_renewed_reference_says_so(tmp_path):
     saver = IterationCheckpoint(dirpath=str(tmp_path / "ck"))
     fit(GRPOLightningModule(**COMMON, kl=KL(0.1, refresh_every=1)), tmp_path / "run", 1, callbacks=[saver])

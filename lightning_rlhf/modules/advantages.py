@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
+from jsonargparse.typing import ClosedUnitInterval, PositiveFloat
 from torch import Tensor
 
 EPSILON = 1e-6
@@ -45,10 +46,10 @@ def gae(
     rewards: Float[Tensor, "B T"],
     values: Float[Tensor, "B T"],
     mask: Float[Tensor, "B T"],
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    lam_critic: float | None = None,
-    length_alpha: float | None = None,
+    gamma: ClosedUnitInterval = 1.0,
+    lam: ClosedUnitInterval = 1.0,
+    lam_critic: ClosedUnitInterval | None = None,
+    length_alpha: PositiveFloat | None = None,
     whiten: bool = True,
     **_: Any,
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
@@ -218,7 +219,7 @@ def gdpo(
 
 
 def reinforce_plus_plus(
-    *, rewards: Float[Tensor, "B T"], mask: Float[Tensor, "B T"], gamma: float = 1.0, **_: Any
+    *, rewards: Float[Tensor, "B T"], mask: Float[Tensor, "B T"], gamma: ClosedUnitInterval = 1.0, **_: Any
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
     """Discounted rewards to go, whitened over the whole batch (Hu et al. 2025, arXiv:2501.03262).
 

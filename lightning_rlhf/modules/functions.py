@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
+
+from jsonargparse import ArgumentError, ArgumentParser
 
 
 def function_named(name: str | Callable[..., Any], module: ModuleType, key: str) -> Callable[..., Any]:
@@ -30,7 +33,8 @@ def function_named(name: str | Callable[..., Any], module: ModuleType, key: str)
 
 
 def check_options(function: Callable[..., Any], given: Mapping[str, Any], own: Collection[str], key: str) -> None:
-    """Raise ValueError if ``given`` has a name that ``function`` does not list, or one that the module hands over (``own``)."""
+    """Raise ValueError if ``given`` has a name that ``function`` does not list, or one that the module hands over (``own``), or a
+    value that its annotation excludes."""
     listed = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     options = [name for name in listed if name not in own]
     for name in given:
@@ -38,3 +42,23 @@ def check_options(function: Callable[..., Any], given: Mapping[str, Any], own: C
             raise ValueError(
                 f"{key}: {function.__name__} has no option {name!r}; it has {', '.join(options) or 'none'}"
             )
+    try:
+        hints = get_type_hints(function)
+    except (NameError, TypeError):  # annotations that are for type checkers only
+        return
+    for name in given.keys() & hints.keys():
+        _check_value(given[name], hints[name], f"{key}.{name}")
+
+
+def _check_value(value: Any, kind: Any, key: str) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    try:
+        parser.add_argument("--value", type=kind)
+    except (ValueError, TypeError):  # nothing that can be said in YAML
+        return
+    try:
+        parser.parse_object({"value": value})
+    except ArgumentError as error:
+        bounds = re.search("restriction (.*)", str(error))
+        must = bounds[1].replace("v", "") if bounds else f"of type {getattr(kind, '__name__', kind)}"
+        raise ValueError(f"{key}: got {value!r}, must be {must}") from None

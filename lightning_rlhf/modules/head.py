@@ -70,14 +70,17 @@ def row_statistics(
     to_logits: LogitMap,
     with_entropy: bool,
     with_squares: bool,
-) -> tuple[Float[Tensor, "R"], Float[Tensor, "R"], Float[Tensor, "R"], Float[Tensor, "R"]]:
-    """Log-prob of the label, entropy, squares (0 where not asked for) and log-sum-exp of whole rows."""
+    with_top: bool,
+) -> tuple[Float[Tensor, "R"], ...]:
+    """Of whole rows: log-prob of the label; entropy, squares, whether no token is likelier (0 if not asked for); log-sum-exp."""
     z = _logits(x, bias, to_logits)
     lse = z.logsumexp(-1)
-    log_probs = z.gather(-1, labels[:, None]).squeeze(-1) - lse
-    entropy, squares = torch.zeros_like(lse), torch.zeros_like(lse)
+    own = z.gather(-1, labels[:, None]).squeeze(-1)
+    log_probs, (entropy, squares, top) = own - lse, (torch.zeros_like(lse) for _ in range(3))
+    if with_top:
+        top = (own >= z.amax(-1)).float()
     if not (with_entropy or with_squares):
-        return log_probs, entropy, squares, lse
+        return log_probs, entropy, squares, top, lse
     log_p = z.sub_(lse[:, None])
     p = log_p.exp()
     if with_squares:
@@ -85,7 +88,7 @@ def row_statistics(
     if with_entropy:
         log_p.masked_fill_(p == 0, 0.0)  # a banned token has p = 0, log p = -inf
         entropy = -p.mul_(log_p).sum(-1)
-    return log_probs, entropy, squares, lse
+    return log_probs, entropy, squares, top, lse
 
 
 def logit_gradient(
@@ -177,28 +180,29 @@ class _TiledLogProbs(torch.autograd.Function):
         to_logits: LogitMap,
         with_entropy: bool,
         with_squares: bool,
+        with_top: bool,
         tile_bytes: int,
         passes: ModuleType,
         keep: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         labels = labels.contiguous()
-        log_probs, entropy, squares, lse = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(4))
+        log_probs, entropy, squares, top, lse = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(5))
         logits = _mm(hidden, weight.t()) if keep else None
         for rows in [slice(None)] if keep else _tiles(len(hidden), len(weight), tile_bytes):
             x = _mm(hidden[rows], weight.t()) if logits is None else logits
-            found = passes.row_statistics(x, bias, labels[rows], to_logits, with_entropy, with_squares)
-            log_probs[rows], entropy[rows], squares[rows], lse[rows] = found
+            found = passes.row_statistics(x, bias, labels[rows], to_logits, with_entropy, with_squares, with_top)
+            log_probs[rows], entropy[rows], squares[rows], top[rows], lse[rows] = found
             del x  # or it would live beside the next
         ctx.save_for_backward(hidden, weight, bias, labels, lse, entropy, logits)
         ctx.to_logits, ctx.tile_bytes, ctx.passes = to_logits, tile_bytes, passes
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(() if with_entropy else (entropy,)), squares)
-        return log_probs, entropy, squares
+        ctx.mark_non_differentiable(*(() if with_entropy else (entropy,)), squares, top)
+        return log_probs, entropy, squares, top
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, lse, entropy, logits = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
@@ -220,7 +224,7 @@ class _TiledLogProbs(torch.autograd.Function):
             if d_bias is not None:
                 d_bias[columns] = d.sum(0, dtype=torch.float32)
             del d
-        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, *[None] * 7
+        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, *[None] * 8
 
 
 class LogProbHead(nn.Linear):
@@ -232,7 +236,7 @@ class LogProbHead(nn.Linear):
         temperature: divides the logits.
         with_entropy: False saves work; the entropies are then 0.
         with_squares: return the squares, too; they have no gradient.
-        with_top: also say where the label is the likeliest token, by a matrix product of its own.
+        with_top: also say where no token is likelier than the label.
 
     Returns:
         log-prob of each label and entropy of each row, float32, (R,); with ``with_top`` 1 or 0 for each row besides. Gradients
@@ -300,19 +304,10 @@ class LogProbHead(nn.Linear):
             keep and passes is not sys.modules[__name__] and self.weight.dtype != torch.float32
         )  # they overwrite them
         found = _TiledLogProbs.apply(
-            hidden, self.weight, self.bias, labels, to_logits, with_entropy, with_squares, self.tile_bytes, passes, keep
+            *(hidden, self.weight, self.bias, labels, to_logits, with_entropy, with_squares, with_top),
+            *(self.tile_bytes, passes, keep),
         )
-        squares = found[2:] if with_squares else ()
-        return (*found[:2], *squares, *((self._is_top(hidden, labels),) if with_top else ()))
-
-    @torch.no_grad()
-    def _is_top(self, hidden: Float[Tensor, "R h"], labels: Int[Tensor, "R"]) -> Float[Tensor, "R"]:
-        """What is done to logits afterwards keeps their order."""
-        top = torch.empty_like(labels)
-        for rows in _tiles(len(hidden), len(self.weight), self.tile_bytes):
-            x = _mm(hidden[rows], self.weight.t())
-            top[rows] = (x if self.bias is None else x.add_(self.bias)).argmax(-1)
-        return (top == labels).float()
+        return tuple(values for values, asked in zip(found, (True, True, with_squares, with_top), strict=True) if asked)
 
 
 def _logit_scale(config: Any) -> float:

@@ -37,6 +37,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     log_probs_ptr,
     entropy_ptr,
     squares_ptr,
+    top_ptr,
     lse_ptr,
     stride,
     scale,
@@ -47,6 +48,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     HAS_CAP: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     WITH_SQUARES: tl.constexpr,
+    WITH_TOP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -55,6 +57,8 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     total = 0.0  # Σ exp(z - peak)
     moment = 0.0  # Σ exp(z - peak) (z - peak)
     squares = 0.0  # Σ exp(z - peak)²
+    own = float("-inf")  # z of the label
+    label = tl.load(labels_ptr + row)
     for start in range(0, COLUMNS, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < COLUMNS
@@ -67,12 +71,13 @@ def _row_kernel(  # type: ignore[no-untyped-def]
         e = tl.exp(z - higher)
         if WITH_ENTROPY:
             moment = shrink * (moment + total * (peak - higher)) + tl.sum(tl.where(e > 0, e * (z - higher), 0.0), 0)
+        if WITH_TOP:
+            own = tl.maximum(own, tl.max(tl.where(column == label, z, float("-inf")), 0))
         if WITH_SQUARES:
             squares = shrink * shrink * squares + tl.sum(e * e, 0)
         total = shrink * total + tl.sum(e, 0)
         peak = higher
     lse = peak + tl.log(total)
-    label = tl.load(labels_ptr + row)
     known = (label >= 0) & (label < COLUMNS)
     u = tl.load(x_ptr + label, mask=known, other=float("nan"))  # no token id: a log-prob that no check overlooks
     if HAS_BIAS:
@@ -81,6 +86,8 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     tl.store(lse_ptr + row, lse)
     if WITH_ENTROPY:
         tl.store(entropy_ptr + row, tl.log(total) - moment / total)
+    if WITH_TOP:
+        tl.store(top_ptr + row, tl.where(own >= peak, 1.0, 0.0))
     if WITH_SQUARES:
         tl.store(squares_ptr + row, squares / (total * total))
 
@@ -125,10 +132,16 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 def row_statistics(
-    x: Tensor, bias: Tensor | None, labels: Tensor, to_logits: LogitMap, with_entropy: bool, with_squares: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    to_logits: LogitMap,
+    with_entropy: bool,
+    with_squares: bool,
+    with_top: bool,
+) -> tuple[Tensor, ...]:
     """As `head.row_statistics`, x is left as it is."""
-    log_probs, entropy, squares, lse = (x.new_zeros(len(x)) for _ in range(4))
+    log_probs, entropy, squares, top, lse = (x.new_zeros(len(x)) for _ in range(5))
     if len(x):
         with torch.cuda.device_of(x):
             _row_kernel[(len(x),)](
@@ -138,6 +151,7 @@ def row_statistics(
                 log_probs,
                 entropy,
                 squares,
+                top,
                 lse,
                 x.stride(0),
                 *_numbers(to_logits),
@@ -146,10 +160,11 @@ def row_statistics(
                 HAS_CAP=to_logits.softcap is not None,
                 WITH_ENTROPY=with_entropy,
                 WITH_SQUARES=with_squares,
+                WITH_TOP=with_top,
                 BLOCK=BLOCK,
                 **OPTIONS,
             )
-    return log_probs, entropy, squares, lse
+    return log_probs, entropy, squares, top, lse
 
 
 def logit_gradient(

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 # found here, too: all that a loss is made of
@@ -165,8 +166,8 @@ def sapo(
     advantages: Float[Tensor, "B T"],
     mask: Float[Tensor, "B T"],
     *,
-    tau_positive: float = 1.0,
-    tau_negative: float = 1.05,
+    tau_positive: PositiveFloat = 1.0,
+    tau_negative: PositiveFloat = 1.05,
     **_: Any,
 ) -> PolicyLoss:
     """A sigmoid of the ratio in place of a clip (soft adaptive policy optimisation, Gao et al. 2025, arXiv:2511.20347).
@@ -199,7 +200,7 @@ def dro(
     advantages: Float[Tensor, "B T"],
     mask: Float[Tensor, "B T"],
     *,
-    beta: float = 0.1,
+    beta: NonNegativeFloat = 0.1,
     **_: Any,
 ) -> PolicyLoss:
     """Policy gradient with a square around the old policy (direct reward optimisation, Richemond et al. 2024,
@@ -220,7 +221,7 @@ def dppo_tv(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    cap: float = 20.0,
+    cap: PositiveFloat = 20.0,
     **_: Any,
 ) -> PolicyLoss:
     """Tokens whose probability has moved too far in the direction of A teach nothing (DPPO with the binary total variation,
@@ -245,7 +246,7 @@ def dppo_kl(
     *,
     clip_low: float = 0.05,
     clip_high: float = 0.05,
-    cap: float = 20.0,
+    cap: PositiveFloat = 20.0,
     **_: Any,
 ) -> PolicyLoss:
     """`dppo_tv` with KL(old, new) between the token and all others, π·log(π_old/π) and its complement, as the distance.
@@ -271,7 +272,7 @@ def clip_cov(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    share: float = 2e-4,
+    share: ClosedUnitInterval = 2e-4,
     lowest: float = 1.0,
     highest: float = 5.0,
     chosen: Bool[Tensor, "B T"] | None = None,
@@ -292,7 +293,7 @@ def clip_cov(
     if chosen is None:
         tensors = (log_probs, old_log_probs, advantages, mask)
         options = {"clip_low": clip_low, "clip_high": clip_high, "share": share, "lowest": lowest, "highest": highest}
-        chosen = select_clip_cov(*tensors, **options)  # type: ignore[arg-type]
+        chosen = select_clip_cov(*tensors, **options)
     return torch.where(chosen, 0, losses), _metrics(log_ratio, clipped | chosen)
 
 
@@ -302,8 +303,8 @@ def kl_cov(
     advantages: Float[Tensor, "B T"],
     mask: Float[Tensor, "B T"],
     *,
-    coef: float = 1.0,
-    share: float = 2e-4,
+    coef: NonNegativeFloat = 1.0,
+    share: ClosedUnitInterval = 2e-4,
     chosen: Bool[Tensor, "B T"] | None = None,
     **_: Any,
 ) -> PolicyLoss:
@@ -327,7 +328,7 @@ def select_clip_cov(
     advantages: Float[Tensor, "B T"],
     mask: Float[Tensor, "B T"],
     *,
-    share: float = 2e-4,
+    share: ClosedUnitInterval = 2e-4,
     lowest: float = 1.0,
     highest: float = 5.0,
     clip_low: float = 0.2,
@@ -358,7 +359,7 @@ def select_kl_cov(
     advantages: Float[Tensor, "B T"],
     mask: Float[Tensor, "B T"],
     *,
-    share: float = 2e-4,
+    share: ClosedUnitInterval = 2e-4,
 ) -> Bool[Tensor, "B T"]:
     """The tokens of largest covariance.
 

@@ -168,6 +168,8 @@ class ModelRoles(pl.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.iteration = checkpoint["global_step"]
         self.weight_version += 1  # whatever an engine holds is of before
+        if self.average is not None and checkpoint.get(RUN, {}).get("model.ema_decay") is None:
+            update_average(self.average, self.actor, 0.0)  # the run before had none
 
     # -- around them -----------------------------------------------------------------------------------
 

@@ -133,6 +133,7 @@ def make_plan(
         keeps_gathered=run.strategy.reshard_after_forward is False,
         prefetch=run.strategy.prefetch,
         averages=module.ema_decay is not None,
+        renews=module.refresh_every is not None,
     )
     size = run.compute_dtype.itemsize
     in_flight = -(-(run.prompts or 256) // run.data_ranks) * (run.num_generations + module.needs_greedy)

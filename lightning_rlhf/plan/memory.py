@@ -91,6 +91,7 @@ class Options:
         keeps_gathered: trained models stay gathered until the optimizer's step.
         prefetch: layers that are gathered ahead.
         averages: a moving average of the actor is kept.
+        renews: the reference is, so that checkpoints hold it.
     """
 
     optimizer_bytes: float
@@ -105,6 +106,7 @@ class Options:
     keeps_gathered: bool = False
     prefetch: int = 0
     averages: bool = False
+    renews: bool = False
 
 
 def phases(run: Run, roles: list[Role], options: Options, engine: EngineMemory) -> list[Phase]:
@@ -153,14 +155,17 @@ def host(run: Run, roles: list[Role], options: Options, engine: EngineMemory) ->
     held = resident(run, roles, options)
     reference = 2 * sum(role.shape.shard(run.shards) for role in roles if not role.trained)
     passes = [_transients(run, role, options, backward=True) for role in roles if role.trained]
-    trained = sum(role.shape.trained_shard(run.shards) for role in roles if role.trained) * run.param_dtype.itemsize
+    saved = sum(role.shape.trained_shard(run.shards) for role in roles if role.trained) * run.param_dtype.itemsize
+    saved += held["optimizer"] + held.get("average", 0)
+    if options.renews:
+        saved += 2 * sum(role.shape.shard(run.shards) for role in roles if role.name == "reference")
     return {
         "optimizer": processes * held["optimizer"] * options.rung.offload_optimizer,
         "parameters": processes * (held["parameters"] + held["reference"]) * options.rung.offload_parameters,
         "reference": processes * reference * options.offload_reference,
         "activations": processes * max((parts["moved"] for parts in passes), default=0),
         "engine weights": processes * engine.weights if options.rung.sleep_level == 1 else 0,
-        "checkpoint": processes * (trained + held["optimizer"] + held.get("average", 0)) * run.async_save,
+        "checkpoint": processes * saved * run.async_save,
     }
 
 
