@@ -3,8 +3,8 @@
 python benchmarks/generation.py --shape 1.5b --lengths fixed:1024 --setups ours "{}" "{processes: 2}" "{n: true, seeds: false}"
 python benchmarks/generation.py --setups ours --profile
 
-``ours`` is `VLLMEngine` as a run has it, ``ours+log_probs`` with the sampler's log-probs. Any other set-up is ``vllm.LLM`` alone,
-its arguments as YAML, and besides:
+``ours`` is `VLLMEngine` as a run has it, ``ours+log_probs`` with the sampler's log-probs, ``ours+shorten_steps`` with
+that option (both may be given). Any other set-up is ``vllm.LLM`` alone, its arguments as YAML, and besides:
 
     processes   1 (default): the engine in this process, as training needs it; 2: vLLM's default, an engine core of its own
     n           true: one request per prompt with n responses, where they have one length; else one per response
@@ -43,22 +43,27 @@ Generate = Callable[[list[list[int]], list[int]], list[int]]
 """(token ids of prompts, length of each response), prompt-major, to the numbers of tokens that came."""
 
 
-def ours(a: argparse.Namespace, model: str, log_probs: bool) -> Generate:
+def ours(a: argparse.Namespace, model: str, given: set[str]) -> Generate:
     """`VLLMEngine` with the model's own weights."""
     from benchmarks.engines import ForcedVLLM
     from lightning_rlhf.rollout.engine import EngineSetup
     from lightning_rlhf.types import Sampling
 
+    if not given <= {"log_probs", "shorten_steps"}:
+        raise ValueError(f"ours may have log_probs and shorten_steps, got {sorted(given)}")
     longest = Lengths.parse(a.lengths).longest
-    engine = ForcedVLLM(a.lengths, gpu_memory_utilization=a.gpu_memory, load_format="auto")
+    options = {"gpu_memory_utilization": a.gpu_memory, "shorten_steps": "shorten_steps" in given}
+    engine = ForcedVLLM(a.lengths, load_format="auto", **options)
     count = a.prompts * a.generations
     engine.setup(EngineSetup(model, device(), torch.bfloat16, (), 0, a.prompt_tokens + longest, count))
+    if options["shorten_steps"] and "schedule" not in vars(engine.llm.llm_engine.engine_core.engine_core.scheduler):
+        raise RuntimeError("the steps of this vLLM are not shortened, so they cannot be measured")
     engine.weight_version = 0
     sampling = Sampling(max_completion_length=longest, ignore_eos=True)
 
     def generate(prompts: list[list[int]], lengths: list[int]) -> list[int]:
         seeds = [random.getrandbits(63) for _ in prompts]
-        done = engine.generate(prompts, sampling, seeds=seeds, log_probs=log_probs)
+        done = engine.generate(prompts, sampling, seeds=seeds, log_probs="log_probs" in given)
         return [len(one.token_ids) for one in done]
 
     return generate
@@ -131,7 +136,7 @@ def one(a: argparse.Namespace, setup: str, model: str) -> None:
     given = yaml.safe_load(setup)
     start = time.perf_counter()
     is_ours = isinstance(given, str)
-    generate = ours(a, model, given == "ours+log_probs") if is_ours else alone(a, model, given)
+    generate = ours(a, model, set(given.split("+")[1:])) if is_ours else alone(a, model, given)
     started = time.perf_counter() - start
     lengths = Lengths.parse(a.lengths)
     rng = random.Random(0)

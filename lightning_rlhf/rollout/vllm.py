@@ -5,7 +5,8 @@
     sync       CUDA, dense, unquantised: ``model.load_weights(stream)``, a copy per tensor
                else: ``worker.reload_weights(stream)``, which repacks each layer once all of its tensors are there
                then ``reset_prefix_cache``: cached blocks belong to the old weights
-    generate   one request per response with its own seed; token ids in, token ids out
+    generate   one request per response with its own seed; token ids in, token ids out; steps without the work that
+               changes nothing (`vllm_scheduler`)
 
 Each rank's engine is started with ``external_launcher``: it takes rank and device from RANK and LOCAL_RANK, which not
 every launcher of the trainer sets. With tensor parallelism consecutive ranks form one engine: each has a scheduler of its
@@ -42,6 +43,7 @@ from lightning_rlhf.rollout.vllm_process import (
     keep_off_shared_memory,
     paused_gc,
     reset_encoder_cache,
+    shorten_steps,
     shut_down,
     unchanged_process_state,
     unmapped_memory,
@@ -84,6 +86,8 @@ class VLLMEngine(RolloutEngine):
             "auto", from the model's folder, for vision-language models: dummy values also replace the constants by which
             vLLM normalises pixels, which are no weights and would never be put right.
         sync: how weights are replaced (module docstring); "auto" picks "plain" where it is safe.
+        shorten_steps: leave out what changes nothing in the scheduler's steps (`vllm_scheduler`), where that is known to be the
+            same; else vLLM's own run, and the log says so.
         engine_args: further arguments of ``vllm.LLM``; they win over those above.
     """
 
@@ -99,6 +103,7 @@ class VLLMEngine(RolloutEngine):
         max_num_batched_tokens: int | None = None,
         load_format: str | None = None,
         sync: Literal["auto", "plain", "layerwise"] = "auto",
+        shorten_steps: bool = False,
         engine_args: dict[str, Any] | None = None,
     ) -> None:
         if tensor_parallel_size < 1:
@@ -113,6 +118,7 @@ class VLLMEngine(RolloutEngine):
         self.max_num_batched_tokens = max_num_batched_tokens
         self.load_format = load_format
         self.sync = sync
+        self.shorten_steps = shorten_steps
         self.engine_args = engine_args or {}
         self.llm: Any = None
         self._asleep: set[str] = set()
@@ -158,12 +164,14 @@ class VLLMEngine(RolloutEngine):
         self._worker = self.llm.llm_engine.model_executor.driver_worker.worker
         self._config = self._worker.vllm_config
         self._sync_mode = self._choose_sync() if self.sync == "auto" else self.sync
+        short = self.shorten_steps and shorten_steps(self.llm)
         log.info(
-            "vLLM %s on %d ranks: %s weight sync, async scheduling %s, at most %d sequences",
+            "vLLM %s on %d ranks: %s weight sync, async scheduling %s, steps %s, at most %d sequences",
             version_installed(),
             self.tensor_parallel_size,
             self._sync_mode,
             "on" if getattr(self._config.scheduler_config, "async_scheduling", False) else "off",
+            "shortened" if short else "by vLLM's own scheduler",
             self._config.scheduler_config.max_num_seqs,
         )
 
@@ -465,10 +473,10 @@ def _request(prompt: Sequence[int], images: PromptImages | None, names: list[str
 
 def _completion(output: Any, log_probs: bool) -> Completion:
     token_ids = list(output.token_ids)
-    taken = (
-        [step[token].logprob for step, token in zip(output.logprobs or (), token_ids, strict=True)]
-        if log_probs
-        else None
-    )
+    taken = None
+    if log_probs and getattr(output.logprobs, "token_ids", None) == token_ids:  # flat, and of no other tokens
+        taken = list(output.logprobs.logprobs)
+    elif log_probs:
+        taken = [step[token].logprob for step, token in zip(output.logprobs or (), token_ids, strict=True)]
     reason: Any = output.finish_reason if output.finish_reason in ("stop", "length") else "abort"
     return Completion(token_ids, reason, taken)

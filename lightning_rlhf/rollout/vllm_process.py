@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import inspect
 import os
 import random
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from lightning_rlhf.rollout.engine import Unmapped
+from lightning_rlhf.rollout.vllm_scheduler import ShortSteps
 
 
 @contextmanager
@@ -120,6 +123,98 @@ def reset_encoder_cache(llm: Any) -> None:
             f"vLLM {version_installed()} cannot drop its cache of images after a weight sync: upgrade it"
         )
     reset()
+
+
+_NEUTRAL = {
+    "connector": None,
+    "ec_connector": None,
+    "aux_output_connector": None,
+    "finished_req_ids_dict": None,
+    "perf_metrics": None,
+    "log_stats": False,
+    "enable_kv_cache_events": False,
+    "enable_return_routed_experts": False,
+    "return_sampling_mask": False,
+    "is_encoder_decoder": False,
+    "has_mamba_layers": False,
+    "needs_kv_cache_zeroing": False,
+    "use_pp": False,
+    "num_sampled_tokens_per_step": 1,
+    "local_prefill_interval": 1,
+    "num_spec_tokens": 0,
+    "num_lookahead_tokens": 0,
+    "num_prefill_lookahead": 0,
+    "prefix_replay_tokens": 0,
+    "dcp_world_size": 1,
+    "pcp_world_size": 1,
+}
+"""Of a scheduler that does nothing but generate text; what an older version lacks it does not do."""
+
+_READ = {
+    "7f3c5fe0e8f2921f": "0.26.0",
+    "96415b22b0f0c41f": "0.27.1",
+    "ab202a8a0c6f5c15": "0.28.0",
+    "5d0befbf082e1395": "0.29.0",
+    "812231bc50f1f0ce": "0.30.0",
+    "6de2be10ea2bfbf3": "0.31.0",
+    "333dc2455665e906": "0.32.0",
+    "eb1d3daca665a021": "0.33.0",
+}
+"""`scheduler_digest` of the versions against whose sources the steps of `ShortSteps` were compared."""
+
+
+def shorten_steps(llm: Any) -> bool:
+    """Let the scheduler skip what changes nothing (`ShortSteps`); False where that is not known to be the same.
+
+    It is known for the versions whose sources were read, and models whose layers all attend to everything.
+    """
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    base = type(scheduler)
+    if base not in (Scheduler, AsyncScheduler) or scheduler_digest() not in _READ:
+        return False
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    if not (
+        all(getattr(scheduler, name, value) == value for name, value in _NEUTRAL.items())
+        and scheduler.policy.name == "FCFS"
+        and scheduler.parallel_config.data_parallel_size == 1
+        and [type(manager) for manager in managers] == [FullAttentionManager]
+        and managers[0].block_size == scheduler.block_size == scheduler.hash_block_size
+    ):
+        return False
+    ShortSteps(scheduler, ahead=base is AsyncScheduler)
+    return True
+
+
+def scheduler_digest() -> str:
+    """Of the sources of this vLLM that decide what a step does; "" if they are other ones."""
+    try:
+        from vllm.v1.core import kv_cache_coordinator, kv_cache_manager, single_type_kv_cache_manager
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+        from vllm.v1.core.sched import async_scheduler, scheduler
+        from vllm.v1.engine import detokenizer, output_processor
+        from vllm.v1.engine.logprobs import LogprobsProcessor
+        from vllm.v1.outputs import LogprobsLists
+        from vllm.v1.request import Request
+
+        steps, own = scheduler.Scheduler, single_type_kv_cache_manager.SingleTypeKVCacheManager
+        blocks, groups = kv_cache_manager.KVCacheManager, kv_cache_coordinator.KVCacheCoordinator
+        parts = [async_scheduler.AsyncScheduler, Request, get_request_block_hasher, scheduler.check_stop]
+        parts += [steps.add_request, steps.schedule, steps._make_cached_request_data, steps._update_after_schedule]
+        parts += [steps._preempt_request, steps.update_from_output, steps._update_request_with_output]
+        parts += [blocks.allocate_slots, blocks.cache_blocks, single_type_kv_cache_manager.FullAttentionManager]
+        for held in (groups, own):
+            parts += [held.remove_skipped_blocks, held.get_num_blocks_to_allocate]
+            parts += [held.allocate_new_blocks, held.cache_blocks]
+        parts += [own.get_num_skipped_tokens, detokenizer.IncrementalDetokenizer]
+        parts += [output_processor.OutputProcessor.process_outputs, output_processor.RequestState.make_request_output]
+        parts += [LogprobsProcessor.update_from_output, LogprobsProcessor._update_sample_logprobs, LogprobsLists]
+        return hashlib.sha256("".join(map(inspect.getsource, parts)).encode()).hexdigest()[:16]
+    except (ImportError, AttributeError, OSError):
+        return ""
 
 
 def forget_stream(model_runner: Any) -> None:

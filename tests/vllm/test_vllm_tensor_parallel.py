@@ -37,7 +37,7 @@ def build(**changes: object) -> VLLMEngine:
 
     vllm._custom_ops._supports_onednn = False
     vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
-    engine = VLLMEngine(tensor_parallel_size=2, kv_cache_memory_bytes=16 << 20)
+    engine = VLLMEngine(tensor_parallel_size=2, kv_cache_memory_bytes=16 << 20, shorten_steps=True)
     engine.setup(setup(**changes))
     return engine
 
@@ -83,6 +83,7 @@ def one_engine_on_both(rank: int, folder: str) -> list[bool | None]:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
     engine = build()  # one key/value head, which both ranks hold
+    assert "schedule" in vars(engine.llm.llm_engine.engine_core.engine_core.scheduler)  # on each rank, of its own
     prompts = [[5 + rank, 6, 7], list(range(20 + rank, 60))][: 2 - rank]
     arguments = {"seeds": [0] * len(prompts), "log_probs": True}
     found, outputs = [], []
