@@ -165,6 +165,10 @@ class VLLMEngine(RolloutEngine):
         self._config = self._worker.vllm_config
         self._sync_mode = self._choose_sync() if self.sync == "auto" else self.sync
         short = self.shorten_steps and shorten_steps(self.llm)
+        if self.shorten_steps and not short:
+            log.warning(
+                "rollout.engine.shorten_steps: not known for this vLLM or these settings, its scheduler is left as it is"
+            )
         log.info(
             "vLLM %s on %d ranks: %s weight sync, async scheduling %s, steps %s, at most %d sequences",
             version_installed(),
