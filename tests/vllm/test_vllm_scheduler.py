@@ -47,12 +47,17 @@ COUNTERS = (
 )
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[VLLMEngine]:
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def engine(request: pytest.FixtureRequest) -> Iterator[VLLMEngine]:
     engine = VLLMEngine(
-        kv_cache_memory_bytes=16 << 20, load_format="auto", shorten_steps=True, engine_args={"block_size": 32}
+        gpu_memory_utilization=0.1,
+        kv_cache_memory_bytes=16 << 20,
+        load_format="auto",
+        shorten_steps=True,
+        engine_args={"block_size": 32},
     )
-    engine.setup(EngineSetup(str(tiny_model()), torch.device("cpu"), torch.float32, (EOS,), 0, 128, SEQUENCES))
+    device, dtype = torch.device(request.param), torch.float32 if request.param == "cpu" else torch.bfloat16
+    engine.setup(EngineSetup(str(tiny_model()), device, dtype, (EOS,), 0, 128, SEQUENCES))
     engine.weight_version = 0
     yield engine
     engine.close()
