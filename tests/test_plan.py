@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from toy_vlm import SPECIAL, config_of, write_vlm
 from toys import spawn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Gemma2Config,
@@ -334,6 +335,19 @@ def test_a_trained_tower_keeps_what_is_alive_after_its_forward_pass(family):
     assert shape.tower_bytes == pytest.approx(held, rel=0.1)
     assert 2 * shape.tower_layer_bytes < shape.tower_bytes < 4 * shape.tower_layer_bytes
     assert shape_of(config, torch.bfloat16).tower_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("jetmoe", "cannot be planned, though it may train: its layers read values"),
+        ("bloom", "cannot be packed: its attention"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_name(kind, why):
+    config = AutoConfig.for_model(kind, num_hidden_layers=1, n_layer=1, hidden_size=64)
+    with pytest.raises(NotImplementedError, match=f"ForCausalLM {why}"):
+        shape_of(config, torch.bfloat16)
 
 
 def test_a_plan_leaves_the_config_as_it_is():

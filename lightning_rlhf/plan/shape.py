@@ -110,7 +110,7 @@ def shape_of(
         min_num_params: of the strategy: a smaller model is all root.
 
     Raises:
-        NotImplementedError: the model is of another vision-language family or cannot attend over packed streams.
+        NotImplementedError: the model is of another vision-language family, cannot attend over packed streams or reads values.
         ValueError: it is no causal language model.
     """
     check_class(config)
@@ -138,8 +138,14 @@ def shape_of(
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    with liger_modules(model) if liger else nullcontext():
-        kept = decoder_bytes(decoder, layers)
+    try:
+        with liger_modules(model) if liger else nullcontext():
+            kept = decoder_bytes(decoder, layers)
+    except NotImplementedError as error:
+        raise NotImplementedError(
+            f"{type(model).__name__} cannot be planned, though it may train: its layers read values of tensors, which a model"
+            f" without weights has not ({error})"
+        ) from error
     traced = compiled_bytes(decoder, layers) if compiled and not liger else None
     tower_kept = None if tower is None or freeze_vision else tower_bytes(tower)
     return Shape(
