@@ -786,6 +786,15 @@ def test_a_checkpoint_that_is_written_meanwhile_is_copied_to_the_host():
     assert [host(False, **renewed), host(True, **renewed)] == [0, 4 * (12 * shards + 2 * roles[0].shape.shard(4))]
 
 
+def test_logits_of_a_float32_model_are_not_kept():
+    def activations(keep: bool) -> int:
+        run = {"strategy": FSDPUlyssesStrategy(), "precision": "32-true", "compute_dtype": torch.float32}
+        plan = plan_of(_ppo(keep_logits=keep), RolloutCallback(engine=VLLMEngine()), **run)
+        return plan.phases[-1].parts["activations"]
+
+    assert activations(True) == activations(False)
+
+
 def test_a_tile_at_a_time_is_at_work():
     """Layers that are run again: the tile's inner activations, and their gradients."""
 

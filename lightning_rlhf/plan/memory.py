@@ -202,7 +202,7 @@ def _transients(run: Run, role: Role, options: Options, *, backward: bool) -> di
     kept = shape.saved_bytes - shape.layers * shape.layer_bytes + attention + held
     seen = run.image_tokens(run.mini_batches) if shape.tower_bytes else 0
     kept_rows = rows * (input_bytes + 20)  # what the head saves: inputs, labels, three floats
-    if options.keep_logits:
+    if options.keep_logits and size < 4:  # `LogProbHead` keeps none that are float32 products
         kept_rows += rows * 4 * shape.vocabulary
     # a tile of logits and, for the products, again in the compute dtype; the gradients of inputs (float32) and weight
     head = logits + logits * size // 4 + rows * shape.hidden * 4 + size * shape.vocabulary * shape.hidden
