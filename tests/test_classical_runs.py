@@ -196,7 +196,7 @@ def test_data_that_a_reward_model_has_read_is_read_anew_for_dpo():
 )
 def test_data_of_another_kind_is_refused(kind, other, message):
     with pytest.raises(ValueError, match=message):
-        quiet_trainer(max_steps=1).fit(KINDS[kind][0]("random:tiny"), datamodule=other)
+        quiet_trainer(max_steps=1, enable_checkpointing=False).fit(KINDS[kind][0]("random:tiny"), datamodule=other)
 
 
 def test_options_of_rollouts_are_refused(capfd, tmp_path):
