@@ -15,6 +15,8 @@ from lightning_rlhf.tiny import write_byte_tokenizer
 # hidden, layers, heads, kv heads, intermediate, vocabulary, tied embeddings
 SHAPES = {
     "tiny": (64, 2, 2, 1, 128, 512, True),
+    # as many layers as SmolLM2-135M: what a layer costs beside its arithmetic
+    "narrow": (64, 30, 2, 1, 128, 512, True),
     "small": (256, 4, 8, 2, 688, 4096, False),
     "0.5b": (896, 24, 14, 2, 4864, 151936, True),
     "1.5b": (1536, 28, 12, 2, 8960, 151936, True),

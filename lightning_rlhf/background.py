@@ -41,8 +41,7 @@ class Background:
 
     def copied(self, state: Any) -> Any:
         """The same containers with every tensor in host memory that is overwritten by the next call."""
-        if not self._buffers:
-            self._blocks.expect(_nbytes(state))
+        self._blocks.expect(_nbytes(state) - _nbytes(self._buffers))
         copy = self._copied("", state)
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()

@@ -24,7 +24,7 @@ class HostBlocks:
 
     def expect(self, nbytes: int) -> None:
         """So much will be asked for: the last block is no larger than what then is missing."""
-        self._expected = nbytes
+        self._expected = max(0, nbytes)
 
     @torch.no_grad()
     def empty_like(self, tensor: Tensor, pinned: bool) -> Tensor:

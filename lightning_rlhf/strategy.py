@@ -67,12 +67,13 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
     ) -> None:
         if prefetch < 0:
             raise ValueError(f"trainer.strategy.prefetch must be 0 (FSDP2's own) or positive, got {prefetch}")
-        for name, value in (
-            ("sequence_parallel_size", sequence_parallel_size),
-            ("data_parallel_replicate", data_parallel_replicate),
+        for name, value, least in (
+            ("sequence_parallel_size", sequence_parallel_size, 1),
+            ("data_parallel_replicate", data_parallel_replicate, 1),
+            ("min_num_params", min_num_params, 0),
         ):
-            if value != "nodes" and value < 1:
-                raise ValueError(f"trainer.strategy.{name} must be at least 1, got {value}")
+            if value != "nodes" and value < least:
+                raise ValueError(f"trainer.strategy.{name} must be at least {least}, got {value}")
         super().__init__(process_group_backend=process_group_backend, timeout=timedelta(minutes=timeout_minutes))
         self.sequence_parallel_size = sequence_parallel_size
         self.data_parallel_replicate = data_parallel_replicate
@@ -301,12 +302,11 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
         blocks.expect(sum(local_of(p).nbytes for p in root.parameters()))
 
         def allocate(tensor: Tensor) -> Tensor:
-            if tensor.is_meta:
-                on_cuda = device.type == "cuda"
-                return blocks.empty_like(tensor, on_cuda) if on_host else torch.empty_like(tensor, device=device)
-            return (
-                tensor if isinstance(tensor, nn.Parameter) else tensor.to(device)
-            )  # a tied one's second name; a buffer
+            if not tensor.is_meta:  # a tied parameter's second name; a buffer
+                return tensor if isinstance(tensor, nn.Parameter) else tensor.to(device)
+            if on_host:
+                return blocks.empty_like(tensor, pinned=device.type == "cuda")
+            return torch.empty_like(tensor, device=device)
 
         root._apply(allocate)
 

@@ -33,13 +33,14 @@ def check_execution(settings: ModelSettings, device: torch.device, config: Any) 
     """Refuse, before a model is built, what cannot run on ``device`` or with this architecture.
 
     Raises:
-        ValueError: Liger kernels without CUDA.
+        ValueError: Liger kernels or kept logits without CUDA.
         NotImplementedError: Liger has no kernels for the architecture.
     """
+    for name in ("liger", "keep_logits"):
+        if getattr(settings, name) and device.type != "cuda":
+            raise ValueError(f"model.{name} needs a CUDA device, got {device.type}: set it to false")
     if not settings.liger:
         return
-    if device.type != "cuda":
-        raise ValueError(f"model.liger needs a CUDA device, got {device.type}: set it to false")
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     if config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:

@@ -183,13 +183,11 @@ def _transients(run: Run, role: Role, options: Options, *, backward: bool) -> di
     ahead = 2 + options.prefetch
     if not backward:
         size = size if role.trained else 2
-        whole = options.keeps_gathered and role.trained
-        brought = (
-            shape.root if run.shards > 1 and sum(shape.units) <= shape.hidden + 1 else 0
-        )  # the value head comes last
+        everything = options.keeps_gathered and role.trained
+        brought = shape.root if shape.whole and run.shards > 1 else 0
         return {
             "working": max(logits, layer),
-            "gathered": size * ((shape.parameters if whole else shape.root + ahead * unit) + brought),
+            "gathered": size * ((shape.parameters if everything else shape.root + ahead * unit) + brought),
         }
     input_bytes = shape.hidden * size
     plain, again = shape.layers, 0  # layers that keep everything, and those that are run again

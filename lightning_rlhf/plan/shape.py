@@ -44,6 +44,7 @@ class Shape:
         compiled: these are of compiled layers; if not, an upper bound for layers that will be.
         tower_layer_bytes: kept for backward by the largest block of a trained vision tower, per token of an image.
         tower_bytes: the same by all of the tower; 0 if there is none or it is frozen.
+        whole: layers, embedding and head are in the root.
     """
 
     model_class: str
@@ -61,6 +62,7 @@ class Shape:
     compiled: bool = False
     tower_layer_bytes: float = 0.0
     tower_bytes: float = 0.0
+    whole: bool = False
 
     @property
     def parameters(self) -> int:
@@ -132,7 +134,7 @@ def shape_of(
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     if head and output.weight is not embedding.weight:
         units += [output, embedding]
-    if _count(backbone) < min_num_params:
+    if whole := _count(backbone) < min_num_params:
         units = []
     text = config.get_text_config()
     heads = text.num_attention_heads
@@ -164,6 +166,7 @@ def shape_of(
         compiled=traced is not None,
         tower_layer_bytes=tower_kept.layer if tower_kept else 0.0,
         tower_bytes=tower_kept.everything if tower_kept else 0.0,
+        whole=whole,
     )
 
 
