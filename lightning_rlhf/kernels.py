@@ -70,7 +70,7 @@ def reference_kernel(
                 attn_mask=mask,
                 is_causal=features.causal and mask is None and n > 1,
                 scale=features.scale,
-                enable_gqa=q.shape[1] != k.shape[1],
+                enable_gqa=_is_grouped(q, k),
             )
         else:
             o = _explicit_attention(qi, ki, vi, mask, features)
@@ -106,9 +106,17 @@ def padded_kernel(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_lengt
         attn_mask=mask,
         is_causal=mask is None,
         scale=features.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        enable_gqa=_is_grouped(q, k),
     )
     return out.transpose(1, 2).flatten(0, 1).index_select(0, taken)
+
+
+def _is_grouped(q: Tensor, k: Tensor) -> bool:
+    """Fewer key/value heads than query heads, dimension 1. A branch, so that dynamo settles it: once models with different
+    numbers of heads were compiled in a process these are symbols, and a comparison is no bool."""
+    if q.shape[1] != k.shape[1]:  # noqa: SIM103
+        return True
+    return False
 
 
 def _window_mask(n: int, features: Features, device: torch.device) -> Tensor | None:
@@ -168,7 +176,7 @@ def torch_kernel(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length
     else:
         kwargs: dict[str, Any] = {"scale": features.scale, "window_size": window}
         if _HAS_GQA_FLAG:
-            kwargs["enable_gqa"] = q.shape[1] != k.shape[1]
+            kwargs["enable_gqa"] = _is_grouped(q, k)
         out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, **kwargs)
     return out[..., :dv].to(dtype)
 
@@ -181,7 +189,7 @@ def _one_sequence(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tenso
     n = len(q)
     q, k, v = (F.pad(t, (0, 0, 0, 0, 0, -n % 1024)).transpose(0, 1)[None] for t in (q, k, v))
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=_is_grouped(q, k))
     return out[0].transpose(0, 1)[:n]
 
 

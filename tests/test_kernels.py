@@ -175,6 +175,17 @@ def test_the_torch_kernel_equals_the_reference_in_value_and_gradient(name, dims)
     gpu_case(torch_kernel, FEATURES[name], [40, 3, 129], *dims)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_kernel_serves_models_with_other_numbers_of_heads():
+    """An actor and its critic, say: from the second model on the numbers are symbols."""
+    torch._dynamo.reset()
+    compiled = torch.compile(padded_kernel, fullgraph=True, backend="eager")
+    for heads, kv_heads in ((4, 2), (6, 3), (8, 8), (3, 1)):
+        attended = stream([5, 4], heads, kv_heads)
+        found, wanted = (kernel(*attended, Features()) for kernel in (compiled, reference_kernel))
+        torch.testing.assert_close(found, wanted)
+
+
 def test_an_unknown_kernel_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="must be auto, torch, padded, reference, flash_attention_2"):
         check_kernel("flash")
