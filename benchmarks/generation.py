@@ -3,8 +3,8 @@
 python benchmarks/generation.py --shape 1.5b --lengths fixed:1024 --setups ours "{}" "{processes: 2}" "{n: true, seeds: false}"
 python benchmarks/generation.py --setups ours --profile
 
-``ours`` is `VLLMEngine` as a run has it, ``ours+log_probs`` with the sampler's log-probs, ``ours+shorten_steps`` with
-that option (both may be given). Any other set-up is ``vllm.LLM`` alone, its arguments as YAML, and besides:
+``ours`` is `VLLMEngine` as a run has it, ``ours+log_probs`` with the sampler's log-probs, ``ours+vllm_steps`` without
+``shorten_steps`` (both may be given). Any other set-up is ``vllm.LLM`` alone, its arguments as YAML, and besides:
 
     processes   1 (default): the engine in this process, as training needs it; 2: vLLM's default, an engine core of its own
     n           true: one request per prompt with n responses, where they have one length; else one per response
@@ -49,10 +49,10 @@ def ours(a: argparse.Namespace, model: str, given: set[str]) -> Generate:
     from lightning_rlhf.rollout.engine import EngineSetup
     from lightning_rlhf.types import Sampling
 
-    if not given <= {"log_probs", "shorten_steps"}:
-        raise ValueError(f"ours may have log_probs and shorten_steps, got {sorted(given)}")
+    if not given <= {"log_probs", "vllm_steps"}:
+        raise ValueError(f"ours may have log_probs and vllm_steps, got {sorted(given)}")
     longest = Lengths.parse(a.lengths).longest
-    options = {"gpu_memory_utilization": a.gpu_memory, "shorten_steps": "shorten_steps" in given}
+    options = {"gpu_memory_utilization": a.gpu_memory, "shorten_steps": "vllm_steps" not in given}
     engine = ForcedVLLM(a.lengths, load_format="auto", **options)
     count = a.prompts * a.generations
     engine.setup(EngineSetup(model, device(), torch.bfloat16, (), 0, a.prompt_tokens + longest, count))

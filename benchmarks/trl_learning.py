@@ -4,7 +4,8 @@
 
 One generation of ``prompts x generations`` responses per iteration and ``mini_batches`` optimizer steps on it, learning rate
 constant, no KL, float32 weights with bf16 compute, vLLM colocated and awake, no recomputation, all as fast as TRL has it; the
-loss is its default (dapo). The held-out additions are decoded greedily by transformers between iterations, outside their seconds.
+loss is its default (dapo). The engine's cache has the size of ours: beside other runs vLLM cannot measure what is free.
+The held-out additions are decoded greedily by transformers between iterations, outside their seconds.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation import vllm_generation
 
 from examples import addition
 from lightning_rlhf.rewards import first_number
@@ -69,6 +72,8 @@ def main(file: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(spec["model"])
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     validation = Validation(tokenizer, spec)
+    if gpu:
+        vllm_generation.LLM = partial(vllm_generation.LLM, kv_cache_memory_bytes=1 << 30)
     trainer = GRPOTrainer(
         spec["model"],
         reward_funcs=[first_number],

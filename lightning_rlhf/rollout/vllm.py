@@ -87,7 +87,7 @@ class VLLMEngine(RolloutEngine):
             vLLM normalises pixels, which are no weights and would never be put right.
         sync: how weights are replaced (module docstring); "auto" picks "plain" where it is safe.
         shorten_steps: leave out what changes nothing in the scheduler's steps (`vllm_scheduler`), where that is known to be the
-            same; else vLLM's own run, and the log says so.
+            same; elsewhere, or if false, they are vLLM's own. The log says which.
         engine_args: further arguments of ``vllm.LLM``; they win over those above.
     """
 
@@ -103,7 +103,7 @@ class VLLMEngine(RolloutEngine):
         max_num_batched_tokens: int | None = None,
         load_format: str | None = None,
         sync: Literal["auto", "plain", "layerwise"] = "auto",
-        shorten_steps: bool = False,
+        shorten_steps: bool = True,
         engine_args: dict[str, Any] | None = None,
     ) -> None:
         if tensor_parallel_size < 1:
@@ -165,10 +165,6 @@ class VLLMEngine(RolloutEngine):
         self._config = self._worker.vllm_config
         self._sync_mode = self._choose_sync() if self.sync == "auto" else self.sync
         short = self.shorten_steps and shorten_steps(self.llm)
-        if self.shorten_steps and not short:
-            log.warning(
-                "rollout.engine.shorten_steps: not known for this vLLM or these settings, its scheduler is left as it is"
-            )
         log.info(
             "vLLM %s on %d ranks: %s weight sync, async scheduling %s, steps %s, at most %d sequences",
             version_installed(),

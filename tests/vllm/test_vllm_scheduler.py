@@ -53,7 +53,6 @@ def engine(request: pytest.FixtureRequest) -> Iterator[VLLMEngine]:
         gpu_memory_utilization=0.1,
         kv_cache_memory_bytes=16 << 20,
         load_format="auto",
-        shorten_steps=True,
         engine_args={"block_size": 32},
     )
     device, dtype = torch.device(request.param), torch.float32 if request.param == "cpu" else torch.bfloat16
@@ -368,7 +367,7 @@ def test_other_schedulers_are_left_alone(engine: VLLMEngine, monkeypatch: pytest
     refused = [
         (scheduler, "connector", object()),
         (scheduler, "num_spec_tokens", 2),
-        (scheduler, "hash_block_size", 16),
+        (scheduler, "hash_block_size", 2 * scheduler.block_size),
         (scheduler, "log_stats", True),
         (type(scheduler), "schedule", lambda self: None),
         (vllm_process, "_READ", {}),

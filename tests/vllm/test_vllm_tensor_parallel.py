@@ -37,7 +37,7 @@ def build(**changes: object) -> VLLMEngine:
 
     vllm._custom_ops._supports_onednn = False
     vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
-    engine = VLLMEngine(tensor_parallel_size=2, kv_cache_memory_bytes=16 << 20, shorten_steps=True)
+    engine = VLLMEngine(tensor_parallel_size=2, kv_cache_memory_bytes=16 << 20)
     engine.setup(setup(**changes))
     return engine
 
