@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from toys import spawn
 
+from lightning_rlhf.modules.adamw import AdamW
 from lightning_rlhf.modules.gradients import clip_roles
 
 
@@ -40,3 +49,55 @@ def test_a_role_without_a_finite_norm_loses_its_gradients_and_the_other_keeps_it
     assert float(norms["critic"]) == 3.0
     assert [p.grad for p in both[0]["params"]] == [None, None]
     assert float(both[1]["params"][0].grad) == 3.0
+
+
+def sharded(rank: int, shape: tuple[int, ...]) -> list[dict[str, Any]]:
+    """What clipping and three steps make of shards (odd sizes, one of them empty on some ranks) and torch of the same."""
+    names = ("shards",) if len(shape) == 1 else ("replicas", "shards")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1, bias=False))
+    models = [model, copy.deepcopy(model)]
+    for one in models:
+        fully_shard(one, mesh=mesh)
+    optimizers = [
+        AdamW([{"params": list(models[0].parameters()), "role": "actor"}], lr=0.1, weight_decay=0.1, fused=True),
+        torch.optim.AdamW(models[1].parameters(), lr=0.1, weight_decay=0.1, fused=True),
+    ]
+    found = []
+    for step in range(3):
+        for one in models:
+            one(torch.full((2, 7), 1.0 + step + rank)).square().sum().backward()
+        expected = torch.nn.utils.clip_grad_norm_(models[1].parameters(), 0.5).full_tensor()
+        norm = clip_roles(optimizers[0].param_groups, 0.5)["actor"]
+        pairs = list(zip(*(one.parameters() for one in models), strict=True))
+        clipped = [(a.grad.full_tensor(), b.grad.full_tensor()) for a, b in pairs]
+        for a, b in pairs:
+            a.grad = b.grad.clone()  # AdamW is compared from equal gradients
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [[v for s in o.state.values() for v in s.values() if isinstance(v, DTensor)] for o in optimizers]
+        found.append(
+            {
+                "norms": (norm, expected),
+                "clipped": clipped,
+                "values": [(a.full_tensor().detach(), b.full_tensor().detach()) for a, b in pairs],
+                "states": [(a.full_tensor(), b.full_tensor()) for a, b in zip(*states, strict=True)],
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "shape"), [(1, (1,)), (2, (2,)), (4, (2, 2))])
+def test_shards_are_clipped_and_stepped_as_torch_does_it(ranks: int, shape: tuple[int, ...]):
+    every = spawn(sharded, ranks, shape)
+    for steps in every:
+        for step in steps:
+            torch.testing.assert_close(*step["norms"], rtol=1e-6, atol=0.0)
+            assert float(step["norms"][0]) > 0.5
+            for ours, torchs in step["clipped"]:
+                torch.testing.assert_close(ours, torchs, rtol=1e-6, atol=0.0)
+            assert len(step["states"]) == 2 * len(step["values"])
+            assert all(torch.equal(a, b) for a, b in step["values"] + step["states"])
+    assert all(float(one[0]["norms"][0]) == float(every[0][0]["norms"][0]) for one in every)
