@@ -201,6 +201,8 @@ class VLLMEngine(RolloutEngine):
         }
         if context.config_overrides:
             arguments["hf_overrides"] = context.config_overrides
+        if on_cpu:  # its seeded generators cannot take back the token that vLLM draws after a part of a prompt
+            arguments["enable_chunked_prefill"] = False
         if not eager:
             arguments["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(max_num_seqs)}
         if dist.is_initialized():
@@ -435,6 +437,7 @@ class VLLMEngine(RolloutEngine):
                 "flat_logprobs": log_probs,
                 "detokenize": bool(stop),
                 "output_kind": RequestOutputKind.FINAL_ONLY,
+                "skip_clone": not sampling.extra,  # nobody else has them
                 **sampling.extra,
             }
         )

@@ -49,7 +49,8 @@ def setup(**changes: object) -> EngineSetup:
 
 
 def build(**changes: object) -> VLLMEngine:
-    engine = VLLMEngine(kv_cache_memory_bytes=16 << 20, engine_args={"block_size": 32})  # prompts fill several blocks
+    # prompts fill several blocks, and few of them a step
+    engine = VLLMEngine(kv_cache_memory_bytes=16 << 20, max_num_batched_tokens=128, engine_args={"block_size": 32})
     engine.setup(setup(**changes))
     return engine
 
@@ -221,6 +222,14 @@ def test_seeds_decide_the_sample_and_the_global_generators_are_left_alone(engine
     assert first[0] == first[3]
     assert len({tuple(c.token_ids) for c in first}) == 3
     assert engine.generate([[5, 6]], sampling, seeds=[2]) == [first[1]], "whatever shares the batch"
+
+
+def test_seeded_prompts_that_do_not_fit_a_step_together(engine: VLLMEngine) -> None:
+    sync(engine, policy())
+    prompts = [[5 + (i * j) % 80 for j in range(100)] for i in range(1, 6)]
+    sampling = Sampling(max_completion_length=8)
+    together = engine.generate(prompts, sampling, seeds=range(5))
+    assert together == [engine.generate([prompt], sampling, seeds=[i])[0] for i, prompt in enumerate(prompts)]
 
 
 def test_a_request_without_a_seed_is_greedy_among_others_that_are_not(engine: VLLMEngine) -> None:

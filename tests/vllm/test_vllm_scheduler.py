@@ -53,7 +53,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[VLLMEngine]:
         gpu_memory_utilization=0.1,
         kv_cache_memory_bytes=16 << 20,
         load_format="auto",
-        engine_args={"block_size": 32},
+        engine_args={"block_size": 32, "enable_chunked_prefill": True},
     )
     device, dtype = torch.device(request.param), torch.float32 if request.param == "cpu" else torch.bfloat16
     engine.setup(EngineSetup(str(tiny_model()), device, dtype, (EOS,), 0, 128, SEQUENCES))
