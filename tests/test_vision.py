@@ -10,6 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from test_lora import disturb, fill
 from test_policy import strategy_of
 from test_runs import assert_equal_runs
 from torch.distributed.fsdp import FSDPModule
@@ -39,6 +41,10 @@ from lightning_rlhf.packing import pack
 from lightning_rlhf.plan import shape_of
 from lightning_rlhf.rollout import RolloutEngine
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing.*:FutureWarning"
+)  # of transformers 5.24 to peft
+ADAPTERS = LoRA(r=4, alpha=8)
 TWO = {"dp2": {}, "sp2": {"sequence_parallel_size": 2}}
 
 
@@ -57,6 +63,9 @@ def gradients_of(rank: int, folder: str, ranks: int, sizes: dict[str, int], froz
         strategy.sp_rank,
         [images[i] for i in mine],
     )
+    if actor.adapter is not None:
+        disturb(actor)
+        disturb(critic)
     return packed_results(actor, critic, packed, mine, ranks)
 
 
@@ -66,6 +75,25 @@ def assert_stock(results: list[Results], folder: str, frozen: bool) -> None:
     stock = stock_results(model, copy.model, examples)
     assert any("visual" in name for name in stock[1])
     assert_equal_to_stock(results, stock, *["visual"] * frozen)
+
+
+def assert_stock_peft(results: list[Results], folder: str) -> None:
+    """peft's own models with adapters that start and are disturbed as ours."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    copy = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval().model
+    own = build_policy(ModelSettings(folder, lora=ADAPTERS), strategy_of(1)).adapter
+    start = {name: p.detach().to_local() for name, p in own.named_parameters()}
+    models = []
+    for part, prefix in ((model, ""), (copy, "model.")):
+        linear = [name for name, _ in part.named_modules() if f"{prefix}{name}" in {n.rsplit(".", 3)[0] for n in start}]
+        models.append(get_peft_model(part, LoraConfig(r=ADAPTERS.r, lora_alpha=ADAPTERS.alpha, target_modules=linear)))
+        fill(models[-1], {name.removeprefix(prefix): tensor for name, tensor in start.items()})
+    examples = ((ids, prompt, inputs_of(ids, images)) for ids, prompt, images in answered(folder))
+    outputs, *stock = stock_results(*models, examples)
+    stock = [{n.replace("base_model.model.", "", 1): grad for n, grad in grads.items()} for grads in stock]
+    assert len(stock[0]) == 2 * 2 * 7  # in each of two layers, of each of seven matrices
+    assert not any("visual" in name for name in stock[0])
+    assert_equal_to_stock(results, (outputs, *stock))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at its inputs
@@ -82,6 +110,12 @@ def test_compiled_decoder_layers_equal_the_stock_model(family, tmp_path, monkeyp
 def test_a_packed_model_equals_the_stock_model_in_value_and_gradient(family, frozen, tmp_path):
     folder = write_vlm(tmp_path, family)
     assert_stock([gradients_of(0, folder, 1, {}, frozen)], folder, frozen)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_adapters_of_a_packed_model_equal_stock_peft_in_value_and_gradient(family, tmp_path):
+    folder = write_vlm(tmp_path, family)
+    assert_stock_peft([gradients_of(0, folder, 1, {}, True, lora=ADAPTERS)], folder)
 
 
 # -- whole runs ----------------------------------------------------------------------------------------------------------
@@ -136,7 +170,9 @@ def train(
 def on_two_ranks(rank: int, folder: str) -> dict[str, tuple]:
     """One start of two processes for all that is compared with one."""
     gradients = {name: gradients_of(rank, folder, 2, sizes, False) for name, sizes in TWO.items()}
-    return {name: (gradients[name], train(folder, 2, sizes, freeze_vision=False)) for name, sizes in TWO.items()}
+    adapters = {name: gradients_of(rank, folder, 2, sizes, True, lora=ADAPTERS) for name, sizes in TWO.items()}
+    runs = {name: train(folder, 2, sizes, freeze_vision=False) for name, sizes in TWO.items()}
+    return {name: (gradients[name], runs[name], adapters[name]) for name in TWO}
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +189,7 @@ def two_ranks(folder: str) -> list[dict[str, tuple]]:
 def test_sharded_models_equal_the_stock_model_in_value_and_gradient(name, folder, two_ranks):
     """With a head of its own, a trained tower, and on two data ranks one without any picture."""
     assert_stock([own[name][0] for own in two_ranks], folder, False)
+    assert_stock_peft([own[name][2] for own in two_ranks], folder)
 
 
 def test_results_depend_neither_on_the_split_nor_on_switches(folder, two_ranks):
@@ -168,9 +205,10 @@ def test_results_depend_neither_on_the_split_nor_on_switches(folder, two_ranks):
     assert_equal_runs(one, train(folder, freeze_vision=False, **switches))
 
 
-@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
-def test_a_run_resumes_where_its_checkpoint_was_written_and_exports_a_model(frozen, folder, tmp_path):
-    options = {"kind": GRPOLightningModule, "freeze_vision": frozen}
+@pytest.mark.parametrize("trained", ["decoder", "all", "adapters"])
+def test_a_run_resumes_where_its_checkpoint_was_written_and_exports_a_model(trained, folder, tmp_path):
+    options: dict[str, Any] = {"kind": GRPOLightningModule, "freeze_vision": trained != "all"}
+    options |= {"lora": ADAPTERS, "lr": 3e-2} if trained == "adapters" else {}
     save = IterationCheckpoint(tmp_path / "ck", every_n_train_steps=1, save_top_k=-1)
     whole = train(folder, callbacks=(save, HFExport(dirpath=tmp_path / "hf")), **options)
     again = IterationCheckpoint(tmp_path / "ck", every_n_train_steps=1, save_top_k=-1)
@@ -183,12 +221,18 @@ def test_a_run_resumes_where_its_checkpoint_was_written_and_exports_a_model(froz
     )
     moved = {n for n, p in after.named_parameters() if not torch.equal(p, before.get_parameter(n))}
     assert any("language_model" in n for n in moved)
-    assert any("visual" in n for n in moved) != frozen
+    assert any("visual" in n for n in moved) == (trained == "all")
     assert ImageEncoder.load(str(exported)) is not None
     export_checkpoint(str(tmp_path / "ck/iteration-000002.ckpt"), str(tmp_path / "out"))
     assert {p.name: p.read_bytes() for p in exported.iterdir()} == {
         p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()
     }
+    if trained == "adapters":
+        export_checkpoint(str(tmp_path / "ck/iteration-000002.ckpt"), str(tmp_path / "adapter"), adapter=True)
+        base = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        merged = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+        for name, parameter in after.named_parameters():
+            torch.testing.assert_close(merged.get_parameter(name).to(torch.bfloat16), parameter)
 
 
 def test_a_text_critic_beside_a_vision_language_policy_is_refused(folder, tmp_path):
@@ -206,7 +250,7 @@ def test_a_text_model_has_no_tower_to_train():
 
 
 REFUSED = {
-    "lora": ({"lora": LoRA()}, r"model\.lora is for text models, qwen2_5_vl is a vision-language model: leave it out"),
+    "lora": ({"lora": ADAPTERS, "freeze_vision": False}, r"model\.freeze_vision must be true with model\.lora"),
     "liger": ({"liger": True}, r"model\.liger is for text models, qwen2_5_vl is a vision-language model"),
 }
 
@@ -234,12 +278,13 @@ def test_a_decoder_that_mixes_packed_neighbours_is_found_at_the_start(folder):
 
 
 @pytest.mark.parametrize("head", [True, False], ids=["policy", "critic"])
-@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+@pytest.mark.parametrize("trained", ["decoder", "all", "adapters"])
 @pytest.mark.parametrize("small", [0, 10**9], ids=["layers", "whole"])
-def test_the_plan_counts_what_is_built(head, frozen, small, folder):
-    settings, strategy = ModelSettings(folder, freeze_vision=frozen), strategy_of(1, min_num_params=small)
+def test_the_plan_counts_what_is_built(head, trained, small, folder):
+    options: dict[str, Any] = {"freeze_vision": trained != "all", "lora": ADAPTERS if trained == "adapters" else None}
+    settings, strategy = ModelSettings(folder, **options), strategy_of(1, min_num_params=small)
     root: Any = build_policy(settings, strategy) if head else build_critic(settings, strategy)
-    shape = shape_of(settings.config, torch.float32, head=head, freeze_vision=frozen, min_num_params=small)
+    shape = shape_of(settings.config, torch.float32, head=head, min_num_params=small, **options)
     assert shape.parameters == sum(p.numel() for p in root.parameters())
     assert shape.trained_shard(1) == sum(p.numel() for p in root.parameters() if p.requires_grad)
     assert shape.layers == len(root.layers)

@@ -134,7 +134,8 @@ def packed_results(actor: Policy, critic: Critic, packed: Packed, rows: Sequence
     values = critic(packed)
     ((log_probs.sin() + 0.3 * entropy).sum() * ranks).backward()
     (values.square().sum() * ranks).backward()
-    grads = {n: p.grad.full_tensor() for n, p in actor.hf_named_parameters() if p.grad is not None}
+    trained = actor.hf_named_parameters() if actor.adapter is None else actor.adapter.named_parameters()
+    grads = {n: p.grad.full_tensor() for n, p in trained if p.grad is not None}
     critic_grads = {n: p.grad.full_tensor() for n, p in critic.named_parameters() if p.grad is not None}
     outputs = {i: (log_probs[k].detach(), entropy[k].detach(), values[k].detach()) for k, i in enumerate(rows)}
     return outputs, grads, critic_grads

@@ -12,6 +12,7 @@ its layers INTO the transformers model, so that all else still sees that model; 
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from lightning_rlhf.images import is_vision_language
 from lightning_rlhf.modules.settings import LoRA
+
+TOWER = r"(.*\.)?visual\..*"
+"""Names of modules in the vision tower of a vision-language model: it has no adapters."""
 
 
 class Adapter:
@@ -56,6 +61,7 @@ class Adapter:
 
         _check_names(model, lora)
         config = lora.config()
+        config.exclude_modules = TOWER if is_vision_language(model.config) else None
         config.fan_in_fan_out = any(isinstance(module, Conv1D) for module in model.modules())
         self.model, self.lora = part or model, lora
         with warnings.catch_warnings():  # of transformers 5.24 to peft
@@ -199,15 +205,15 @@ def _layers(model: nn.Module) -> list[Any]:
 
 def _check_names(model: nn.Module, lora: LoRA) -> None:
     """Names that match nothing, which peft passes over, and what would not be what it was any more."""
+    tower = re.compile(TOWER) if is_vision_language(model.config) else None
+    modules = [(n, m) for n, m in model.named_modules() if not (tower and tower.fullmatch(n))]
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
-    ends = [name for name, module in model.named_modules() if module is head or module is embeddings]
+    ends = [name for name, module in modules if module is head or module is embeddings]
     targets = [] if lora.target_modules == "all-linear" else lora.target_modules
     for key, wanted in (("target_modules", targets), ("modules_to_save", lora.modules_to_save or [])):
-        lost = [w for w in wanted if not any(_is_called(name, w) for name, _ in model.named_modules())]
+        lost = [w for w in wanted if not any(_is_called(name, w) for name, _ in modules)]
         if lost:
-            linear = {
-                n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head
-            }
+            linear = {n.rpartition(".")[2] for n, m in modules if isinstance(m, nn.Linear) and m is not head}
             raise ValueError(
                 f"model.lora.{key}: no module is called {', '.join(lost)}; linear layers: {', '.join(sorted(linear))}"
             )

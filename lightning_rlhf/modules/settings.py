@@ -26,7 +26,8 @@ class LoRA:
     Args:
         r: rank.
         alpha: the product of the two matrices is multiplied with alpha / r.
-        target_modules: linear layers by the end of their names, or all of them but the language-model head.
+        target_modules: linear layers by the end of their names, or all of them but the language-model head; of a
+            vision-language model those of its language model.
         modules_to_save: modules that are trained as a whole beside the adapters, e.g. [lm_head].
         dropout: must be 0.
         rslora: multiply with alpha / sqrt(r) instead (Kalajdzievski 2023, arXiv:2312.03732).
@@ -88,7 +89,7 @@ class LoRA:
 
 _FREE = frozenset(
     {"auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "lora_dropout", "peft_version"}
-    | {"revision", "runtime_config", "target_modules", "task_type"}
+    | {"exclude_modules", "revision", "runtime_config", "target_modules", "task_type"}
 )
 """Entries of an adapter's config that may differ from this run's."""
 

@@ -38,11 +38,14 @@ def check_vision(config: Any, settings: ModelSettings) -> None:
                 f"model.freeze_vision: false needs a vision-language model, {config.model_type} takes text only"
             )
         return
-    for name, remedy in (("lora", "leave it out"), ("liger", "set it to false")):
-        if getattr(settings, name):
-            raise NotImplementedError(
-                f"model.{name} is for text models, {config.model_type} is a vision-language model: {remedy}"
-            )
+    if settings.liger:
+        raise NotImplementedError(
+            f"model.liger is for text models, {config.model_type} is a vision-language model: set it to false"
+        )
+    if settings.lora is not None and not settings.freeze_vision:
+        raise NotImplementedError(
+            "model.freeze_vision must be true with model.lora: adapters are the language model's, and the rest stays as it is"
+        )
 
 
 def freeze(visual: nn.Module, dtype: torch.dtype) -> None:
