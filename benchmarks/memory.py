@@ -16,7 +16,8 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_rlhf.callbacks.memory import Memory
-from lightning_rlhf.callbacks.rollout import RolloutCallback, device_memory, plan_of
+from lightning_rlhf.callbacks.planning import device_memory, plan_of
+from lightning_rlhf.callbacks.rollout import RolloutCallback
 from lightning_rlhf.cli import RLHFCLI
 from lightning_rlhf.plan.memory import GIB
 

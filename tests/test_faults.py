@@ -143,7 +143,7 @@ def test_out_of_memory_closes_the_engine_and_brings_the_state_back(tmp_path, ste
     assert original is engine.error
     assert engine.model is None
     (rollout,) = [c for c in callbacks if isinstance(c, RolloutCallback)]
-    assert not rollout._host.in_use
+    assert not rollout._steps.host.in_use
     assert module.trainer.global_step == 1
 
 

@@ -126,7 +126,7 @@ class Watched(GRPOLightningModule):
     def score(self, rollout):
         callback = next(c for c in self.trainer.callbacks if isinstance(c, RolloutCallback))
         own = {id(parameter) for parameter in self.reward_model.parameters()}
-        away = [key for key, _ in callback._host._away]
+        away = [key for key, _ in callback._steps.host._away]
         self.found = [*getattr(self, "found", []), (self.trainer.training, sum(k in own for k in away), len(away))]
         return super().score(rollout)
 

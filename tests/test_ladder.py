@@ -12,8 +12,8 @@ from test_cli import parsed
 from test_plan import planned, run_of
 from toys import TINY_MODULE, even_tokens, fit, spawn
 
-import lightning_rlhf.callbacks.rollout as rollout_module
 from lightning_rlhf import KL, FSDPUlyssesStrategy, GRPOLightningModule, PPOLightningModule, RolloutCallback
+from lightning_rlhf.callbacks import planning
 from lightning_rlhf.cli import main
 from lightning_rlhf.plan import Plan, make_plan
 from lightning_rlhf.plan.known import known_config
@@ -225,7 +225,7 @@ def test_no_rung_changes_a_metric_or_a_weight_and_held_weights_are_not_sent_twic
         "level 2": ({"sleep_level": 2, "offload_optimizer": True, "offload_parameters": True}, 8 * GIB),
     }
     for name, (options, memory) in cases.items():
-        monkeypatch.setattr(rollout_module, "device_memory", lambda device, memory=memory: memory)
+        monkeypatch.setattr(planning, "device_memory", lambda device, memory=memory: memory)
         module, engine = PPOLightningModule(**COMMON), Counting()
         rows = fit(module, tmp_path / name, 2, {"engine": engine, **options}, num_generations=2)
         runs[name] = rows, [p.to_local() for p in module.parameters()], engine.levels, engine.syncs
@@ -238,7 +238,7 @@ def test_no_rung_changes_a_metric_or_a_weight_and_held_weights_are_not_sent_twic
 
 
 def test_a_run_that_cannot_fit_ends_before_anything_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollout_module, "device_memory", lambda device: GIB // 1024)
+    monkeypatch.setattr(planning, "device_memory", lambda device: GIB // 1024)
     engine = Counting()
     with pytest.raises(
         ValueError, match=r"nothing fits even if the engine sleeps .*: update is estimated at .* tries it"
@@ -251,23 +251,23 @@ def test_without_a_plan_a_run_is_as_usual(tmp_path, monkeypatch):
     def fails(*args: Any) -> None:
         raise RuntimeError("no meta kernel")
 
-    monkeypatch.setattr(rollout_module, "device_memory", lambda device: 8 * GIB)
-    monkeypatch.setattr(rollout_module, "make_plan", fails)
+    monkeypatch.setattr(planning, "device_memory", lambda device: 8 * GIB)
+    monkeypatch.setattr(planning, "make_plan", fails)
     engine = Counting()
     with pytest.warns(UserWarning, match=r"cannot choose rollout\.sleep_level, the engine sleeps \(level 2\): no meta"):
         fit(GRPOLightningModule(**TINY_MODULE, reward=[even_tokens]), tmp_path, 1, {"engine": engine})
     assert engine.levels == {2}
 
 
-def chosen(rank: int, memory: list[int]) -> tuple[Rung, int | None]:
-    rollout_module.device_memory = lambda device: memory[rank]
+def chosen(rank: int, memory: list[int]) -> tuple[Rung, int]:
+    planning.device_memory = lambda device: memory[rank]
     module, callback = GRPOLightningModule("random:tiny"), RolloutCallback(engine=VLLMEngine())
     trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=FSDPUlyssesStrategy(), barebones=True)
     module.trainer = trainer
     trainer.strategy.connect(module)
     trainer.strategy.setup_environment()
-    size = callback._choose_rung(trainer, module, "fit")
-    return callback.rung, size
+    plan = planning.choose_plan(trainer, module, callback, "fit")
+    return plan.choice.rung, plan.engine.kv_cache
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def test_everything_comes_back_when_the_engine_fails(tmp_path):
     with pytest.raises(OSError, match="the engine broke"):
         run(tmp_path, BOTH, spy)
     (callback,) = [c for c in spy.module.trainer.callbacks if isinstance(c, RolloutCallback)]
-    assert not callback._host.in_use
+    assert not callback._steps.host.in_use
     away, identity = spy.shards[1], [id(p) for p in spy.module.actor.parameters()]
     assert set(identity) < set(away)
     for parameter in spy.module.actor.parameters():

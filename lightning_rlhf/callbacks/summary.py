@@ -7,7 +7,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
-from lightning_rlhf.callbacks.rollout import RolloutCallback, device_memory, plan_of
+from lightning_rlhf.callbacks.planning import device_memory, plan_of
+from lightning_rlhf.callbacks.rollout import RolloutCallback
 from lightning_rlhf.plan.table import show, summary
 
 
