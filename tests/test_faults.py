@@ -35,7 +35,7 @@ from lightning_rlhf.callbacks import rollout as callback
 from lightning_rlhf.callbacks.faults import agreed, told_by_settings
 from lightning_rlhf.callbacks.watchdog import HUNG
 from lightning_rlhf.rollout import TransformersEngine
-from lightning_rlhf.rollout.vllm import _completion
+from lightning_rlhf.rollout.vllm_requests import completion_of
 from lightning_rlhf.rollout.weights import gather
 from lightning_rlhf.types import Completion, Prompts
 
@@ -272,7 +272,7 @@ def test_aborted_responses_are_counted_and_left_out(tmp_path):
 
 def test_vllm_s_answers_without_tokens_or_of_another_end_are_completions():
     nothing = SimpleNamespace(token_ids=[], logprobs=None, finish_reason="error")
-    assert _completion(nothing, log_probs=True) == Completion([], "abort", [])
+    assert completion_of(nothing, log_probs=True) == Completion([], "abort", [])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

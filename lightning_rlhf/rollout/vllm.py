@@ -11,13 +11,13 @@
 Each rank's engine is started with ``external_launcher``: it takes rank and device from RANK and LOCAL_RANK, which not
 every launcher of the trainer sets. With tensor parallelism consecutive ranks form one engine: each has a scheduler of its
 own, and as these see the same requests they decide the same. Sleep mode exists on CUDA only; elsewhere sleeping keeps the
-memory, but not the permission to generate. Everything that differs between versions of vLLM is in `vllm_process`.
+memory, but not the permission to generate. Everything that differs between versions of vLLM is in `vllm_process`, its requests
+and answers are in `vllm_requests`.
 """
 
 from __future__ import annotations
 
 import gc
-import hashlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_rlhf.hf_config import load_config
-from lightning_rlhf.images import collapsed, is_vision_language
+from lightning_rlhf.images import is_vision_language
 from lightning_rlhf.rollout.engine import EngineMemory, EngineSetup, NamedTensors, RolloutEngine, Unmapped
 from lightning_rlhf.rollout.vllm_process import (
     check_version,
@@ -49,6 +49,7 @@ from lightning_rlhf.rollout.vllm_process import (
     unmapped_memory,
     version_installed,
 )
+from lightning_rlhf.rollout.vllm_requests import check_answers, completion_of, requests_of, sampling_params
 from lightning_rlhf.rollout.weights import checksums, whole_checksum
 from lightning_rlhf.types import Completion, PromptImages, Sampling
 
@@ -383,8 +384,7 @@ class VLLMEngine(RolloutEngine):
         greedy = sampling.greedy
         parameters = [self._sampling_params(greedy if s is None else sampling, s, log_probs) for s in seeds]
         shown = images or [None] * len(prompts)
-        names = {key: _names(one) for key, one in {id(one): one for one in shown if one is not None}.items()}
-        requests = [_request(prompt, one, names.get(id(one))) for prompt, one in zip(prompts, shown, strict=True)]
+        requests = requests_of(prompts, shown)
         if len(parameters) != len(requests):
             raise ValueError(f"there must be one seed per prompt, got {len(parameters)} for {len(requests)}")
         forget_stream(self._worker.model_runner)
@@ -394,15 +394,8 @@ class VLLMEngine(RolloutEngine):
         except BaseException:
             self._fail()  # requests are left in the scheduler, and perhaps a broken worker
             raise
-        if len(outputs) != len(requests):
-            raise RuntimeError(f"vLLM must answer every request, got {len(outputs)} answers to {len(requests)}")
-        for output, prompt, one in zip(outputs, prompts, shown, strict=True):
-            if one is not None and list(output.prompt_token_ids) != list(prompt):
-                raise RuntimeError(
-                    f"vLLM made {len(output.prompt_token_ids)} tokens of a prompt with images, the trainer {len(prompt)}, or"
-                    " others: their image processors differ, use the same transformers and preprocessor_config.json"
-                )
-        return [_completion(output.outputs[0], log_probs) for output in outputs]
+        check_answers(outputs, prompts, shown)
+        return [completion_of(output.outputs[0], log_probs) for output in outputs]
 
     def _check_lengths(self, prompts: Sequence[Sequence[int]]) -> None:
         limit = self._config.model_config.max_model_len
@@ -414,33 +407,8 @@ class VLLMEngine(RolloutEngine):
                 )
 
     def _sampling_params(self, sampling: Sampling, seed: int | None, log_probs: bool) -> Any:
-        """vLLM adds the tokenizer's EOS to what ends a response; ``ignore_eos`` leaves it to the ids of the setup."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        ends = [] if sampling.ignore_eos else sorted({*self.context.eos_token_ids, *sampling.stop_token_ids})
-        stop = [] if sampling.ignore_eos else list(sampling.stop)
-        return SamplingParams(
-            **{
-                "n": 1,
-                "seed": seed,
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "min_p": sampling.min_p,
-                "max_tokens": sampling.max_completion_length,
-                "min_tokens": 0 if sampling.ignore_eos else sampling.min_completion_length,
-                "stop": stop,
-                "stop_token_ids": ends,
-                "ignore_eos": True,
-                "logprobs": 0 if log_probs else None,
-                "flat_logprobs": log_probs,
-                "detokenize": bool(stop),
-                "output_kind": RequestOutputKind.FINAL_ONLY,
-                "skip_clone": not sampling.extra,  # nobody else has them
-                **sampling.extra,
-            }
-        )
+        """Of one response; a subclass may draw each in a way of its own."""
+        return sampling_params(sampling, seed, log_probs, self.context.eos_token_ids)
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -452,34 +420,3 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
 
 def _takes_images(context: EngineSetup) -> bool:
     return is_vision_language(load_config(context.model, None, context.trust_remote_code))
-
-
-def _names(images: PromptImages) -> list[str]:
-    """What vLLM's caches know the pictures by: it would hash all of their pixels again for every response."""
-    return [
-        hashlib.blake2b(p.tobytes(), digest_size=16, key=repr(p.size).encode()).hexdigest() for p in images.pictures
-    ]
-
-
-def _request(prompt: Sequence[int], images: PromptImages | None, names: list[str] | None) -> Any:
-    """Token ids; of a prompt with pictures those with one placeholder each, which vLLM expands itself."""
-    from vllm.inputs import TokensPrompt
-
-    if images is None:
-        return TokensPrompt(prompt_token_ids=list(prompt))
-    return TokensPrompt(
-        prompt_token_ids=collapsed(prompt, images),
-        multi_modal_data={"image": list(images.pictures)},
-        multi_modal_uuids={"image": names},
-    )
-
-
-def _completion(output: Any, log_probs: bool) -> Completion:
-    token_ids = list(output.token_ids)
-    taken = None
-    if log_probs and getattr(output.logprobs, "token_ids", None) == token_ids:  # flat, and of no other tokens
-        taken = list(output.logprobs.logprobs)
-    elif log_probs:
-        taken = [step[token].logprob for step, token in zip(output.logprobs or (), token_ids, strict=True)]
-    reason: Any = output.finish_reason if output.finish_reason in ("stop", "length") else "abort"
-    return Completion(token_ids, reason, taken)
