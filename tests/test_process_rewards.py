@@ -13,10 +13,12 @@ from transformers import AutoTokenizer
 
 from lightning_rlhf import GRPOLightningModule, PPOLightningModule
 from lightning_rlhf.modules.experience import gather_experience
+from lightning_rlhf.modules.report import constant_groups
 from lightning_rlhf.process_rewards import on_tokens, read_steps
 from lightning_rlhf.rewards import RewardError
 from lightning_rlhf.scoring import Scorer
 from lightning_rlhf.tiny import tiny_model
+from lightning_rlhf.types import Completion, Prompts, Rollout, Sampling
 
 nan = math.nan
 
@@ -107,6 +109,27 @@ def test_a_clip_comes_off_at_the_last_token() -> None:
     scores = Scorer([by_token])(batch, list("abcd"))
     rewards = gather_experience(batch, scores, lambda share: [share], reward_clip=(1.5, 3.0)).rewards
     assert rewards.tolist() == [[1.5, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0]]
+
+
+def tenths(completion_ids: list[list[int]], **_: Any) -> list[list[float]]:
+    """0.7 in all, of every response, in tenths that are no binary numbers; one of them is taken off again."""
+    return [[0.1 * i for i in range(len(ids) - 1)] + [0.7 - 0.1 * sum(range(len(ids) - 1))] for ids in completion_ids]
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "grpo_passk"])
+def test_equal_scores_stay_equal_however_they_are_spread_over_tokens(name: str) -> None:
+    lengths = range(3, 35)
+    prompts = Prompts([[1]], ["a"], {}, torch.tensor([0]))
+    completions = [Completion(list(range(n)), "stop") for n in lengths]
+    batch = Rollout.build(prompts, completions, Sampling(num_generations=len(lengths)))
+    scores = Scorer([tenths])(batch, [""] * len(lengths))
+    assert len(scores.total.unique()) == 1
+    gathered = gather_experience(batch, scores, lambda share: [share])
+    torch.testing.assert_close(gathered.rewards.sum(1), scores.total, atol=0, rtol=1e-4)
+    assert scores.tokens is not None
+    torch.testing.assert_close(gathered.rewards, scores.tokens, atol=2e-5, rtol=0)  # they add up to 60, with both signs
+    assert constant_groups(gathered) == 1.0
+    assert not GRPOLightningModule("random:tiny", advantage=name).compute_advantages(gathered)[0].any()
 
 
 def test_steps_need_the_text_of_tokens_and_errors_name_the_function() -> None:

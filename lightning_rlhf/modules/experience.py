@@ -77,7 +77,7 @@ def gather_experience(
     per_token = torch.zeros(())
     if any(s["tokens"] for s in shares):
         tokens = [row for s in shares for row in s["tokens"] or [torch.zeros(n) for n in s["lengths"]]]
-        per_token = right_pad([tokens[i] for i in rows]) * mask
+        per_token, total = _summable(right_pad([tokens[i] for i in rows]) * mask, total, group[order])
     sampler = [row for s in shares for row in s["sampler"] or ()]
     home = [rank for rank, s in enumerate(shares) for _ in s["lengths"]]
     own = [one for one in rollout.prompts.images or () for _ in range(n)]
@@ -106,6 +106,20 @@ def last_token_rewards(scores: Float[Tensor, "G"], mask: Float[Tensor, "G T"]) -
     """A response's score at its last token, 0 elsewhere and on rows without any token."""
     last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1, keepdim=True)
     return torch.zeros_like(mask).scatter(1, last, torch.where(mask.gather(1, last) > 0, scores[:, None], 0.0))
+
+
+def _summable(
+    tokens: Float[Tensor, "G T"], scores: Float[Tensor, "G"], group: Int[Tensor, "G"]
+) -> tuple[Float[Tensor, "G T"], Float[Tensor, "G"]]:
+    """Both rounded, by 1e-7 of a group's largest, to multiples of a power of two: all sums of them are exact in float32.
+
+    Equal scores then stay equal, however they are spread over tokens; `grpo` would make something of what rounding leaves.
+    """
+    index = group.unique(return_inverse=True)[1]
+    size = tokens.abs().sum(1) + scores.nan_to_num(0.0, 0.0, 0.0).abs()
+    largest = torch.zeros_like(size).scatter_reduce(0, index, size, "amax")[index]
+    step = torch.ldexp(torch.ones_like(size), largest.frexp().exponent - 22)
+    return (tokens / step[:, None]).round() * step[:, None], (scores / step).round() * step
 
 
 def _tokens(parts: Iterable[Sequence[int]]) -> Int[Tensor, "n"]:
