@@ -411,6 +411,13 @@ def test_the_coefficient_follows_its_target_and_a_resumed_run_goes_on_with_it(tm
     assert last["actor/kl_coef"] == pytest.approx(coefs[2], rel=1e-6)
 
 
+def test_a_coefficient_stays_positive_however_many_responses_an_iteration_has():
+    kl = KL(coef=0.1, target=1.0, horizon=100)
+    assert kl.adapted(0.1, 0.0, 50) == pytest.approx(0.09)
+    assert kl.adapted(0.1, 0.0, 100) == kl.adapted(0.1, 0.0, 1024) == pytest.approx(0.08)
+    assert kl.adapted(0.1, 9.0, 1024) == pytest.approx(0.12)
+
+
 def test_a_target_needs_a_coefficient_to_start_with():
     with pytest.raises(ValueError, match=r"model\.kl\.target steers model\.kl\.coef, which must not start at 0"):
         KL(target=0.1)

@@ -6,7 +6,7 @@
 
 in the loss     loss + β · Σ_t w_t · kl_t
 in the reward   r_t - β · kl_t
-adaptive        β ← β · (1 + clamp(kl / target - 1, ±0.2) · n / horizon)      n responses an iteration
+adaptive        β ← β · (1 + clamp(kl / target - 1, ±0.2) · min(n / horizon, 1))      n responses an iteration
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class KL:
         where: added to the loss, or taken off the token rewards.
         target: the distance, in nats per token, that ``coef`` is steered to from iteration to iteration (Ziegler et al. 2019,
             arXiv:1909.08593); null keeps ``coef`` as it is.
-        horizon: responses in which a distance 20 % off the target changes the coefficient by 20 %.
+        horizon: responses in which a distance 20 % off the target changes the coefficient by 20 %; in one iteration it changes by
+            no more than that.
         refresh_every: iterations after which the reference becomes the policy of then; null keeps the one that it started from.
             It is then part of the checkpoints.
     """
@@ -67,7 +68,8 @@ class KL:
         if self.target is None:
             return coef
         error = min(max(measured / self.target - 1.0, -0.2), 0.2)
-        return coef * (1.0 + error * responses / self.horizon)
+        # the formula alone makes it negative from 5 horizons on
+        return coef * (1.0 + error * min(responses / self.horizon, 1.0))
 
 
 def kl_estimate(
