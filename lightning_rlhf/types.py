@@ -104,6 +104,12 @@ class Sampling:
         """Whether the sampler renormalises over a part of the vocabulary (its log-probs are then not the policy's)."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
+    @property
+    def replayable(self) -> bool:
+        """Whether every token is drawn from softmax(logits / temperature), which is all that the trainer computes."""
+        kept_going = self.min_completion_length > 0 and not self.ignore_eos
+        return not (self.truncated or kept_going or self.extra)
+
 
 @dataclass(frozen=True)
 class PromptImages:

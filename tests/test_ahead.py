@@ -224,7 +224,7 @@ def test_what_cannot_be_generated_ahead_is_refused(tmp_path):
     two = {"strategy": FSDPUlyssesStrategy(), "world_size": 2, "num_nodes": 1}
     (message,) = errors(async_level=1, corrected=True, engine=VLLMEngine(tensor_parallel_size=2), **two)
     assert "got rollout.engine.tensor_parallel_size=2: set it to 1, or async_level to 0" in message
-    (message,) = errors(corrected=True, truncated=True)
+    (message,) = errors(corrected=True, replayable=False)
     assert "set rollout.sampling.top_p to 1" in message
 
     trainer = pl.Trainer(barebones=True)

@@ -392,6 +392,22 @@ def test_the_mean_weight_is_taken_over_the_whole_iteration(tmp_path):
     assert seen[0].mask.all()
 
 
+@pytest.mark.parametrize(
+    "option",
+    [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"min_completion_length": 2}, {"extra": {"repetition_penalty": 1.1}}],
+    ids=str,
+)
+def test_draws_that_the_trainer_cannot_replay_are_not_corrected(option, tmp_path):
+    with pytest.raises(ValueError, match=r"model\.correction needs responses that are drawn from all tokens: set"):
+        fit(GRPOLightningModule(**COMMON, correction=Correction()), tmp_path, 1, num_generations=4, **option)
+
+
+def test_a_first_token_without_eos_is_replayable_where_no_eos_ends_a_response(tmp_path):
+    module = GRPOLightningModule(**COMMON, correction=Correction())
+    (row,) = fit(module, tmp_path, 1, num_generations=4, min_completion_length=6, ignore_eos=True)
+    assert row["rollout/logprob_diff_max"] < 1e-5
+
+
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_the_coefficient_follows_its_target_and_a_resumed_run_goes_on_with_it(tmp_path):
     def module():

@@ -143,11 +143,11 @@ def off_policy(run: Run) -> Iterator[Problem]:
             f"rollout.async_level: 1 cannot have engines of several ranks, got rollout.engine.tensor_parallel_size="
             f"{run.engine_ranks}: set it to 1, or async_level to 0",
         )
-    if run.corrected and run.truncated:
+    if run.corrected and not run.replayable:
         yield Problem(
             "error",
-            "model.correction needs responses that are drawn from all tokens: set rollout.sampling.top_p to 1, top_k and min_p to"
-            " 0, or leave out model.correction",
+            "model.correction needs responses that are drawn from all tokens: set rollout.sampling.top_p to 1, top_k, min_p and"
+            " min_completion_length to 0, and leave out extra, or leave out model.correction",
         )
 
 

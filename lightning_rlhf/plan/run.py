@@ -50,7 +50,7 @@ class Run:
         engine: generates the responses.
         async_level: 1 if it does so beside the update.
         corrected: importance weights between engine and trainer.
-        truncated: training responses are drawn from a part of the vocabulary.
+        replayable: see `Sampling.replayable`, of training responses.
         async_save: checkpoints are written from a copy of the state in host memory.
     """
 
@@ -75,7 +75,7 @@ class Run:
     engine: RolloutEngine
     async_level: int = 0
     corrected: bool = False
-    truncated: bool = False
+    replayable: bool = True
     async_save: bool = False
 
     @property
@@ -210,7 +210,7 @@ def read_run(
         engine=rollout.engine,
         async_level=rollout.async_level,
         corrected=module.correction is not None,
-        truncated=rollout.sampling.truncated,
+        replayable=rollout.sampling.replayable,
         async_save=any(getattr(callback, "async_save", False) for callback in callbacks),
     )
 
