@@ -30,6 +30,8 @@ from lightning_rlhf.types import Rollout, Scores
 
 Rows: TypeAlias = list[int]
 
+NO_REWARD = "there is no reward: set model.reward, or override score() in a subclass of the module"
+
 
 @dataclass(frozen=True)
 class TrainerState:
@@ -102,7 +104,7 @@ class Scorer:
             RewardError: there is no function, or one is wrong for every response.
         """
         if not self.rewards and not given:
-            raise RewardError("there is no reward: set model.reward, or override score() in a subclass of the module")
+            raise RewardError(NO_REWARD)
         if hasattr(trainer_state, "current_epoch"):
             state = trainer_state
             trainer_state = TrainerState(state.global_step, state.max_steps, state.current_epoch)

@@ -110,6 +110,19 @@ def test_a_run_learns_from_the_others_only(kind: type, tmp_path: Path) -> None:
     assert row["actor/grad_norm"] > 0.0
 
 
+class Abstains(GRPOLightningModule):
+    def score(self, rollout):
+        return [None if i % 4 == 3 else float(i) for i in range(len(rollout))]
+
+
+@pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
+def test_a_score_of_ones_own_may_abstain(tmp_path: Path) -> None:
+    (row,) = fit(Abstains(**TINY_MODULE), tmp_path, 1, num_generations=4)
+    assert row["reward/abstained"] == 0.25
+    assert row["reward/mean"] == sum(i for i in range(64) if i % 4 < 3) / 48
+    assert row["actor/grad_norm"] > 0.0
+
+
 @pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
 def test_a_run_in_which_nothing_has_a_reward_goes_on(tmp_path: Path) -> None:
     (row,) = fit(GRPOLightningModule(**TINY_MODULE, reward=[of_none]), tmp_path, 1, num_generations=4)

@@ -222,13 +222,14 @@ def same(a: list[dict[str, float]], b: list[dict[str, float]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "args"), [("kl_cov", {"share": 0.1}), ("clip_cov", {"share": 0.1, "lowest": 0.0}), ("gspo", {})]
+    ("loss", "args", "clip_low"),
+    [("kl_cov", {"share": 0.1}, None), ("clip_cov", {"share": 0.1, "lowest": 0.0}, 0.2), ("gspo", {}, 0.2)],
 )
-def test_a_loss_over_more_than_a_token_does_not_depend_on_micro_batches(loss, args, tmp_path):
+def test_a_loss_over_more_than_a_token_does_not_depend_on_micro_batches(loss, args, clip_low, tmp_path):
     runs = [
         fit(
             GRPOLightningModule(
-                **COMMON | {"micro_batch_tokens": tokens}, loss=loss, loss_args=args, mini_batches=2, clip_low=0.2
+                **COMMON | {"micro_batch_tokens": tokens}, loss=loss, loss_args=args, mini_batches=2, clip_low=clip_low
             ),
             tmp_path / str(tokens),
             1,
@@ -282,6 +283,10 @@ def own_loss(log_probs, old_log_probs, advantages, mask, *, power=1.0, **_):
     return -advantages * (log_probs - old_log_probs).exp() ** power, {"of_mine": mask}
 
 
+def narrow(*, rewards, mask):
+    return rewards * mask, rewards
+
+
 def own_advantage(*, rewards, mask, shift, **_):
     shifted = (rewards.sum(1, keepdim=True) - shift) * mask
     return shifted, shifted
@@ -308,6 +313,10 @@ def test_a_loss_and_an_estimator_of_ones_own_have_options(tmp_path):
         ({"loss_args": {"clip_low": 1}}, r"model\.loss_args: ppo has no option 'clip_low'; it has none"),
         ({"loss": "kl_cov", "loss_args": {"chosen": 1}}, "kl_cov has no option 'chosen'; it has coef, share"),
         ({"advantage_args": {"gamma": 0.9}}, r"model\.advantage_args: grpo has no option 'gamma'; it has none"),
+        ({"loss": "kl_cov", "clip_low": 0.1}, r"model\.clip_low: kl_cov has no such bound, leave it out"),
+        ({"loss": "gpg", "clip_high": 0.1}, r"model\.clip_high: gpg has no such bound, leave it out"),
+        ({"loss": "value_loss"}, r"model\.loss: value_loss must end in \*\*_, since it is handed more than it lists"),
+        ({"advantage": "test_module.narrow"}, r"model\.advantage: narrow must end in \*\*_"),
         ({"advantage": "gae"}, "gae needs values, which GRPOLightningModule does not have: take another one"),
     ],
 )

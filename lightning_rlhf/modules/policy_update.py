@@ -92,6 +92,9 @@ class PolicyUpdateModule(ScoredModule):
         self.select_function = SELECTIONS.get(self.loss_function)
         clips = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual}
         check_options(self.loss_function, loss_args or {}, {*clips, *_TENSORS}, "model.loss_args")
+        for name in ("clip_low", "clip_high"):
+            if clips[name] is not None and name not in inspect.signature(self.loss_function).parameters:
+                raise ValueError(f"model.{name}: {self.loss_function.__name__} has no such bound, leave it out")
         given = {name: clip for name, clip in clips.items() if clip is not None or name == "clip_dual"}
         self.loss_args = given | (loss_args or {})
         self.aggregation: Aggregation = aggregation or OWN_AGGREGATION.get(self.loss_function, "token-mean")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from lightning_rlhf.modules.policy import longest_sequence
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.modules.training import TrainedModule
 from lightning_rlhf.modules.validation import ValidationMetrics
-from lightning_rlhf.scoring import Scorer, answers_of
+from lightning_rlhf.scoring import NO_REWARD, Scorer, answers_of
 from lightning_rlhf.types import Rollout, Scores
 
 RewardFunction = Callable[..., Any]
@@ -83,6 +84,8 @@ class ScoredModule(TrainedModule):
         return super().roles | {"reward_model": self.frozen_reward.settings(self.settings)}
 
     def check_models(self) -> int:
+        if self.score_names == []:
+            raise ValueError(NO_REWARD)
         if self.frozen_reward is not None:
             check_reward_model(self.roles["reward_model"])
         return super().check_models()
@@ -95,8 +98,8 @@ class ScoredModule(TrainedModule):
     def teardown(self, stage: str) -> None:
         self.scorer.close()
 
-    def score(self, rollout: Rollout) -> Scores | Tensor | Sequence[float]:
-        """One reward per response of this rank; NaN leaves the response out. Override it to bring your own.
+    def score(self, rollout: Rollout) -> Scores | Tensor | Sequence[float | None]:
+        """One reward per response of this rank; None or NaN leaves the response out. Override it to bring your own.
 
         Called for training and validation, on the first rank of each sequence-parallel group only.
         """
@@ -130,6 +133,8 @@ class ScoredModule(TrainedModule):
         try:
             if self.strategy.sp_rank == 0:
                 value = self.score(rollout)
+                if isinstance(value, Sequence):
+                    value = [math.nan if one is None else one for one in value]
                 result = value if isinstance(value, Scores) else Scores(torch.as_tensor(value, dtype=torch.float32))
                 if result.total.shape != (len(rollout),):
                     got = tuple(result.total.shape)
