@@ -259,7 +259,10 @@ def test_tokens_are_chosen_from_the_whole_optimizer_step(tmp_path):
     assert len({a / b for a, b in module.found}) > 2
 
 
-RECIPES = ("dr_grpo", "rloo", "reinforce_plus_plus", "remax", "dapo", "gspo", "cispo", "vapo")
+RECIPES = (
+    *("dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "dapo", "gspo", "cispo"),
+    "vapo",
+)
 
 
 @pytest.mark.parametrize("name", RECIPES)
