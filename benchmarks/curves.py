@@ -32,8 +32,12 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 PROMPTS, RESPONSES, TOKENS = 64, 8, 5
 OWN: dict[str, dict[str, Any]] = {
-    # every response of this task ends at its limit of tokens
-    "dapo": {"model.init_args.mask_truncated": False},
+    # every response of this task ends at its limit of tokens; one reward function, which none shapes
+    "dapo": {
+        "model.init_args.mask_truncated": False,
+        "model.init_args.val_metric": None,
+        "rollout.filter_groups.metric": None,
+    },
     # λ = 1 - 1 / (1.0 · 5): the recipe's 0.05 is for responses of hundreds of tokens; a warm-up that leaves steps to learn in
     "vapo": {
         "model.init_args.advantage_args": {"length_alpha": 1.0, "lam_critic": 1.0},

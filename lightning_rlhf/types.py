@@ -234,6 +234,18 @@ class Scores:
         """Responses that could not be scored."""
         return 0 if self.failed is None else int(self.failed.sum())
 
+    def judged_by(self, name: str | None) -> Float[Tensor, "B"]:
+        """What says whether a response is right: one function's values, or with None the total.
+
+        Raises:
+            ValueError: there is no such function.
+        """
+        if name is None:
+            return self.total
+        if name not in self.parts:
+            raise ValueError(f"model.val_metric must be one of the reward functions {', '.join(self.parts)}, got {name!r}")
+        return self.parts[name]
+
 
 @dataclass(frozen=True)
 class Experience(_Movable):
@@ -245,7 +257,7 @@ class Experience(_Movable):
     optimizer step per rollout: the ratio is exactly 1). ``importance`` are the weights of a rollout correction that was computed
     over the iteration and ``importance_mean`` what they are divided by; ``chosen`` are the tokens of an optimizer step that its
     loss treats differently. ``baselines`` are the scores of the greedy responses to each response's prompt, ``sum_pi_squared`` is
-    Σ_v π_old(v)² over the vocabulary at each token. ``scores`` are the rewards of whole responses as they were given (NaN where
+    Σ_v π_old(v)² over the vocabulary at each token. ``scores`` say by ``model.val_metric`` whether a response is right (NaN where
     there is none), ``positive`` the shares of tokens in the likelihood of right responses that an optimizer step adds.
 
     Pictures do not travel: if any prompt has some, ``home`` is the data rank of each row, on which alone it is computed, and

@@ -28,6 +28,7 @@ MISTAKES = {
     "--model.mini_batches=0": "model.mini_batches: got 0, must be >0",
     "--model.micro_batch_tokens=8": "a micro-batch holds 8: raise model.micro_batch_tokens",
     "--model.reward=[lightning_rlhf.rewards.nope]": "model.reward:",
+    "--model.val_metric=right": "model.val_metric must be one of the reward functions share_of_digits, got 'right'",
     "--model.reward=[]": "error: there is no reward: set model.reward, or override score() in a subclass",
     "--model.reward=[no_such_package.reward]": "model.reward:",
     "--model.model=/no/such/folder": "model.model: there is no folder '/no/such/folder'",

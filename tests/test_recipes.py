@@ -312,13 +312,16 @@ def test_the_likelihood_of_right_responses_is_a_mean_over_their_tokens(tmp_path)
             self.found = {name: p.grad.full_tensor().clone() for name, p in self.actor.named_parameters()}
             super().step_optimizer(metrics, last)
 
-    small = COMMON | {"reward": [right], "micro_batch_tokens": 64}
-    module = Gradient(**small, positive_coef=0.1)
+    def shaped(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [-0.1 * len(ids) for ids in completion_ids]
+
+    small = COMMON | {"reward": [right, shaped], "micro_batch_tokens": 64}
+    module = Gradient(**small, positive_coef=0.1, val_metric="right")
     (row,) = fit(module, tmp_path, 1, num_generations=4, stop_token_ids=tuple(range(2, 80)))  # of unequal lengths
     stock, experience = AutoModelForCausalLM.from_pretrained(tiny_model()), module.last_experience
     terms = []
-    for ids, begin, score in zip(experience.sequences, experience.prompt_lengths, experience.scores, strict=True):
-        if score == 1.0:
+    for ids, begin in zip(experience.sequences, experience.prompt_lengths, strict=True):
+        if ids[begin] % 3 == 0:
             log_p = stock(ids[None]).logits[0, begin - 1 : -1].log_softmax(-1)
             terms.append(-log_p.gather(-1, ids[begin:, None])[:, 0])
     assert 5 < len(terms) < len(experience) / 2

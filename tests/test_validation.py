@@ -93,6 +93,19 @@ def test_a_prompt_is_solved_from_the_threshold_on_and_what_could_not_be_scored_i
     assert result["best@4"] == pytest.approx(mean(best), abs=0.03)
 
 
+def test_one_function_may_say_what_is_solved_whatever_shapes_the_reward() -> None:
+    right, penalty = torch.tensor([1.0, 1.0, 0.0, nan]), torch.tensor([0.0, -0.5, 0.0, 0.0])
+    scores = Scores(right.nan_to_num() + penalty, {"right": right, "penalty": penalty})
+    found = {}
+    for name in (None, "right"):
+        metrics = ValidationMetrics("sums", 1.0, name)
+        metrics.update(torch.tensor([0, 1]), scores, 2, list("aabc"))
+        found[name] = metrics.compute()
+    assert [found[name]["val/sums/mean@2"] for name in found] == [0.25, 0.5]
+    assert [found[name]["val/sums/maj@2"] for name in found] == [pytest.approx(0.25, abs=0.02), 0.5]
+    assert found[None]["val/sums/reward"] == found["right"]["val/sums/reward"] == 0.375
+
+
 def test_a_lonely_failure_leaves_the_other_prompts_as_they_are() -> None:
     result = report([0, 1], [nan, nan, 1.0, 1.0], 2, list("abcc"))
     assert (result["reward"], result["best@2"], result["worst@2"], result["std@2"]) == (1.0, 1.0, 1.0, 0.0)

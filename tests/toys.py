@@ -197,15 +197,15 @@ def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
 def recipe(name: str, **options: Any) -> tuple[RLHFLightningModule, dict[str, Any]]:
     """The module of ``configs/NAME.yaml`` with other ``options``, and arguments of the `RolloutCallback`.
 
-    The critic is warm already, and responses that are cut count: those of a few tokens nearly all are.
+    The critic is warm already, one reward function decides, and responses that are cut count: those of a few tokens nearly all are.
     """
     config = yaml.safe_load((Path(__file__).parent.parent / "configs" / f"{name}.yaml").read_text())
     own = config["model"].get("init_args", config["model"])
     own = {key: KL(**value) if key == "kl" else value for key, value in own.items()}
-    own |= dict.fromkeys(own.keys() & {"critic_warmup", "mask_truncated", "warmup_steps"}, 0)
+    own |= dict.fromkeys(own.keys() & {"critic_warmup", "mask_truncated", "warmup_steps"}, 0) | {"val_metric": None}
     kind = config["model"].get("class_path", "lightning_rlhf.PPOLightningModule").rpartition(".")[2]
     groups = config["rollout"].get("filter_groups")
-    rollout = {} if groups is None else {"filter_groups": FilterGroups(**groups)}
+    rollout = {} if groups is None else {"filter_groups": FilterGroups(**groups | {"metric": None})}
     return getattr(lightning_rlhf, kind)(**own | options), rollout
 
 

@@ -184,6 +184,7 @@ class RLHFLightningModule(PolicyUpdateModule):
             baselines=None if rollout.greedy is None else self.greedy_scores(rollout.greedy),
             mask_truncated=self.mask_truncated,
             reward_clip=self.reward_clip,
+            judge=self.val_metric,
             data_rank=self.strategy.dp_rank,
         )
         return gathered.to(self.device, non_blocking=True)

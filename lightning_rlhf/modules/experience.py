@@ -21,6 +21,7 @@ def gather_experience(
     baselines: Float[Tensor, "P"] | None = None,
     mask_truncated: bool = False,
     reward_clip: tuple[float, float] | None = None,
+    judge: str | None = None,
     data_rank: int = 0,
 ) -> Experience:
     """Token ids and scalars of all data ranks, ordered by group: megabytes, whatever the model's size. Pictures stay.
@@ -33,6 +34,7 @@ def gather_experience(
         baselines: scores of the greedy responses.
         mask_truncated: rows cut at the length limit get mask 0 too.
         reward_clip: lowest and highest score of a response; what is over is taken off at its last token.
+        judge: name of the reward function that says which responses are right; None is the whole reward.
         data_rank: this one.
     """
     n = rollout.sampling.num_generations
@@ -48,6 +50,7 @@ def gather_experience(
             "usable": [c.finish_reason not in unusable for c in rollout.completions],
             "group": rollout.group.cpu(),
             "total": scores.total.cpu(),
+            "judged": scores.judged_by(judge).cpu(),
             "baselines": None if baselines is None else baselines.cpu().repeat_interleave(n),
             "parts": [part.cpu() for part in scores.parts.values()],
             "tokens": None if scores.tokens is None else _rows(scores.tokens, rollout.mask),
@@ -71,7 +74,6 @@ def gather_experience(
     rows = order.tolist()
     long = torch.tensor(lengths)[order]
     mask = (torch.arange(max(1, int(long.max()))) < (long * keep)[:, None]).float()
-    scored = total
     if reward_clip is not None:
         total = total.clamp(*reward_clip)
     per_token = torch.zeros(())
@@ -91,7 +93,7 @@ def gather_experience(
         group=group[order],
         mask=mask,
         rewards=per_token + last_token_rewards(total - per_token.sum(-1), mask),
-        scores=scored,
+        scores=torch.cat([s["judged"] for s in shares]).float()[order],
         parts=torch.stack(parts, 1) if parts else None,
         temperature=rollout.sampling.temperature,
         max_length=rollout.sampling.max_completion_length,

@@ -61,7 +61,7 @@ class PolicyUpdateModule(ScoredModule):
         target_kl: bound of KL(old policy, policy) in nats per token, a mean over the tokens of an optimizer step before it is
             taken: beyond it, this step and the remaining ones of the iteration are left out; null is no bound.
         positive_coef: weight of the negative log-likelihood of right responses, a mean over their tokens (VAPO, Yue et al. 2025,
-            arXiv:2504.05118, which takes 0.1); right is a reward of at least ``val_success``.
+            arXiv:2504.05118, which takes 0.1); right is a reward (or that of ``val_metric``) of at least ``val_success``.
         **kwargs: see `ScoredModule`.
 
     Attributes:

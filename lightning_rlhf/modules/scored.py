@@ -41,6 +41,8 @@ class ScoredModule(TrainedModule):
         reward_workers: processes for reward functions; 0 runs them in this process.
         reward_model: a frozen model whose score is added to the functions' as ``reward_model``.
         val_success: a validation response with at least this reward solves its prompt (mean@k, pass@k, maj@k).
+        val_metric: name of the reward function that ``val_success`` speaks of, where others shape the reward; null is the whole
+            reward.
         val_before_train: validate the model as it is before the first iteration; a resumed run does not.
         **kwargs: see `TrainedModule`.
 
@@ -58,6 +60,7 @@ class ScoredModule(TrainedModule):
         reward_workers: NonNegativeInt = 0,
         reward_model: FrozenRewardModel | None = None,
         val_success: float = 1.0,
+        val_metric: str | None = None,
         val_before_train: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -73,7 +76,9 @@ class ScoredModule(TrainedModule):
         if reward_clip is not None and not reward_clip[0] < reward_clip[1]:
             raise ValueError(f"model.reward_clip must be [lowest, highest], got {list(reward_clip)}")
         self.reward_clip = reward_clip
-        self.val_success, self.val_before_train = val_success, val_before_train
+        self.val_success, self.val_metric, self.val_before_train = val_success, val_metric, val_before_train
+        if val_metric is not None and self.score_names is not None:
+            Scores(torch.zeros(0), dict.fromkeys(self.score_names, torch.zeros(0))).judged_by(val_metric)
         self.last_scores: Scores
         self._validation: dict[int, ValidationMetrics] = {}
 
@@ -186,7 +191,7 @@ class ScoredModule(TrainedModule):
         rollout: Rollout = batch["rollout"]
         self.last_scores = self.scores_of(rollout)
         if dataloader_idx not in self._validation:
-            metrics = ValidationMetrics(self.validation_set(dataloader_idx), self.val_success)
+            metrics = ValidationMetrics(self.validation_set(dataloader_idx), self.val_success, self.val_metric)
             self._validation[dataloader_idx] = metrics.to(self.device)
         n = rollout.sampling.num_generations
         answers = answers_of(self.last_scores, self.decode(rollout)) if n > 1 else ()

@@ -2,7 +2,7 @@
 
     reward, <function>   mean over the responses that have one
     std@n                deviation of the rewards of one prompt's responses (ddof 0)
-    mean@n               share of the responses that solve their prompt: reward ≥ success
+    mean@n               share of the responses that solve their prompt: reward (or one function's) ≥ success
     pass@k               that one of k responses does: 1 - C(n-c, k) / C(n, k) for c that do, which is unbiased
                          (Chen et al. 2021, arXiv:2107.03374)
     best@k, worst@k      highest and lowest reward of k responses
@@ -60,15 +60,16 @@ class ValidationMetrics(Metric):
     Args:
         name: of the set.
         success: a response with at least this reward solves its prompt.
+        metric: name of the reward function whose values these are; None is the whole reward.
     """
 
     full_state_update = False
     index: list[Tensor]
     rows: list[Tensor]
 
-    def __init__(self, name: str, success: float) -> None:
+    def __init__(self, name: str, success: float, metric: str | None = None) -> None:
         super().__init__()
-        self.name, self.success = name, success
+        self.name, self.success, self.metric = name, success, metric
         self.keys: list[str] = []
         self.add_state("index", [], dist_reduce_fx="cat")
         self.add_state("rows", [], dist_reduce_fx="cat")
@@ -82,7 +83,7 @@ class ValidationMetrics(Metric):
             answers: of each response; not needed for one response per prompt.
         """
         totals = scores.total.cpu().view(-1, n)
-        solved = (totals >= self.success).float()
+        solved = (scores.judged_by(self.metric).cpu().view(-1, n) >= self.success).float()
         rewards = [row[row.isfinite()] for row in totals]
         votes = [answers[start : start + n] for start in range(0, totals.numel(), n)]
         columns = {name: part.cpu().view(-1, n) for name, part in scores.parts.items()}
