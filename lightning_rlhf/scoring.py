@@ -216,7 +216,7 @@ class _Run:
         jobs = [
             RewardJob(
                 self.reward,
-                {name: [values[row] for row in rows] for name, values in self.arguments.items()},
+                {name: [_copied(values[row]) for row in rows] for name, values in self.arguments.items()},
                 len(rows),
                 self.trainer_state,
             )
@@ -308,6 +308,15 @@ def reward_arguments(rollout: Rollout, texts: Sequence[str]) -> dict[str, list[A
         ],
         "completion_ids": [completion.token_ids for completion in rollout.completions],
     }
+
+
+def _copied(value: Any) -> Any:
+    """Lists and dicts anew, with the same values in them, such as pictures: what a function does to its arguments changes neither
+    the run, nor those of another response or function.
+    """
+    if isinstance(value, list):
+        return [_copied(one) if isinstance(one, list | dict) else one for one in value]
+    return {name: _copied(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
 def answers_of(scores: Scores, texts: Sequence[str]) -> list[str]:

@@ -83,6 +83,19 @@ def uses_signals(completions, **kwargs):
     return length(completions)
 
 
+def takes_apart(prompts, completions, completion_ids, tests, **kwargs):
+    """As code does that builds a conversation, or drops the EOS."""
+    found = []
+    for prompt, completion, ids, own in zip(prompts, completions, completion_ids, tests, strict=True):
+        prompt.append(completion[0])
+        own["of"].pop()
+        ids.clear()
+        found.append(float(len(prompt)))
+    if "bb" in (completion[0]["content"] for completion in completions):
+        raise ValueError("saw bb")
+    return found
+
+
 def too_few(completions, **kwargs):
     return [1.0]
 
@@ -531,3 +544,18 @@ def test_signals_that_all_processes_get_are_the_trainers_to_handle() -> None:
         os.kill(worker, number)
     assert [future.result(60) for future in workers.submit([job], 60)] == [worker]
     workers.close()
+
+
+@pytest.mark.filterwarnings("ignore:reward takes_apart")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_function_does_to_its_arguments_changes_nothing_else(workers):
+    batch = rollout([[{"role": "user", "content": "p0"}]], 3, tests=[{"of": [1, 2]}])
+    scorer = Scorer([takes_apart, takes_apart, LengthPenalty(3, 1)], workers=workers)
+    scores = scorer(batch, ["a", "bb", "c"])  # the second fails, so calls are repeated one by one
+    scorer.close()
+    same(scores.parts["takes_apart"], [2.0, nan, 2.0])
+    same(scores.parts["takes_apart_2"], [2.0, nan, 2.0])
+    same(scores.parts["LengthPenalty"], [0.0, 0.0, -1.0])
+    assert batch.prompts.raw == [[{"role": "user", "content": "p0"}]]
+    assert batch.prompts.columns == {"tests": [{"of": [1, 2]}]}
+    assert [len(completion.token_ids) for completion in batch.completions] == [1, 2, 3]
