@@ -103,6 +103,17 @@ def test_what_is_chosen_weighed_and_rejected_over_the_iteration_does_not_depend_
     assert_equal_runs(one, run(tmp_path / "two", "tiny_grpo.yaml", *options, *two))
 
 
+def test_a_run_ends_where_the_policy_has_moved_beyond_a_bound(tmp_path):
+    """As docs/algorithms.md says."""
+    own = "{monitor: actor/ppo_kl, divergence_threshold: 1.0e-9, patience: 1000, check_on_train_epoch_end: false}"
+    stop = f"--trainer.callbacks+={{class_path: lightning.pytorch.callbacks.EarlyStopping, init_args: {own}}}"
+    rows = run(tmp_path, "tiny_grpo.yaml", *QUIET, stop, "--trainer.val_check_interval=1", "--trainer.max_steps=5")
+    moved = [row["actor/ppo_kl"] for row in rows if "actor/ppo_kl" in row]
+    assert len(moved) < 5
+    assert all(distance <= 1e-9 for distance in moved[:-1])
+    assert moved[-1] > 1e-9
+
+
 def test_replicas_of_the_shards_give_the_same_results(tmp_path):
     one = run(tmp_path / "one", "tiny_ppo.yaml", *QUIET)
     replicas = ["--trainer.devices=2", "--trainer.strategy.data_parallel_replicate=2"]
