@@ -243,7 +243,9 @@ class Scores:
         if name is None:
             return self.total
         if name not in self.parts:
-            raise ValueError(f"model.val_metric must be one of the reward functions {', '.join(self.parts)}, got {name!r}")
+            raise ValueError(
+                f"model.val_metric must be one of the reward functions {', '.join(self.parts)}, got {name!r}"
+            )
         return self.parts[name]
 
 

@@ -406,7 +406,13 @@ def test_the_mean_weight_is_taken_over_the_whole_iteration(tmp_path):
 
 @pytest.mark.parametrize(
     "option",
-    [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"min_completion_length": 2}, {"extra": {"repetition_penalty": 1.1}}],
+    [
+        {"top_p": 0.9},
+        {"top_k": 5},
+        {"min_p": 0.1},
+        {"min_completion_length": 2},
+        {"extra": {"repetition_penalty": 1.1}},
+    ],
     ids=str,
 )
 def test_draws_that_the_trainer_cannot_replay_are_not_corrected(option, tmp_path):

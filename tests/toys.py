@@ -197,7 +197,7 @@ def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
 def recipe(name: str, **options: Any) -> tuple[RLHFLightningModule, dict[str, Any]]:
     """The module of ``configs/NAME.yaml`` with other ``options``, and arguments of the `RolloutCallback`.
 
-    The critic is warm already, one reward function decides, and responses that are cut count: those of a few tokens nearly all are.
+    The critic is warm already, no function decides alone, and responses that are cut count: those of a few tokens nearly all are.
     """
     config = yaml.safe_load((Path(__file__).parent.parent / "configs" / f"{name}.yaml").read_text())
     own = config["model"].get("init_args", config["model"])
