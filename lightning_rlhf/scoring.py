@@ -315,7 +315,8 @@ def _copied(value: Any) -> Any:
     the run, nor those of another response or function.
     """
     if isinstance(value, list):
-        return [_copied(one) if isinstance(one, list | dict) else one for one in value]
+        flat = set(map(type, value)).isdisjoint((list, dict))  # thousands of token ids
+        return value.copy() if flat else [_copied(one) for one in value]
     return {name: _copied(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
