@@ -24,10 +24,8 @@ def check_batch_size(batch_size: int, data_ranks: int) -> None:
     """Raise ValueError unless every data rank gets the same number of prompts."""
     if batch_size % data_ranks:
         below = batch_size // data_ranks * data_ranks
-        raise ValueError(
-            f"data.batch_size={batch_size} must be a multiple of the {data_ranks} data ranks:"
-            f" take {below or data_ranks} or {below + data_ranks}"
-        )
+        take = f"{below} or {below + data_ranks}" if below else f"{data_ranks}"
+        raise ValueError(f"data.batch_size={batch_size} must be a multiple of the {data_ranks} data ranks: take {take}")
 
 
 class PromptSampler(Sampler[list[int]]):

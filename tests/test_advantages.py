@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import pytest
@@ -44,6 +45,16 @@ def outcome(scores: list[float], lengths: list[int], groups: list[int], dtype: t
 def close(got: Tensor, want: Any, mask: Tensor | None = None, atol: float = 2e-6) -> None:
     want = torch.as_tensor(want, dtype=got.dtype)
     torch.testing.assert_close(got, want if mask is None else want * mask, atol=atol, rtol=0)
+
+
+def test_grpo_divides_by_the_deviation_of_the_batch_as_trl_does() -> None:
+    scores, lengths, groups = [1.0, 0.0, 3.0, 3.0, 7.0], [2, 1, 3, 2, 0], [0, 0, 1, 1, 1]  # the last one is left out
+    batch = outcome(scores, lengths, groups)
+    got = advantages.grpo(**batch, std="batch")[0]
+    deviation = statistics.stdev(scores[:4]) + 1e-6
+    close(got, torch.tensor([0.5, -0.5, 0.0, 0.0, 0.0])[:, None] / deviation, batch["mask"])
+    lonely = advantages.grpo(**outcome([0.7], [2], [4]), std="batch")[0]
+    close(lonely, torch.full((1, 2), 0.7), atol=1e-6)
 
 
 def test_gae_equals_a_loop_over_tokens() -> None:

@@ -526,6 +526,8 @@ def test_impossible_settings_are_refused():
         Scorer(["exact_answer"])
     with pytest.raises(ValueError, match="one weight per function, 1, got 2"):
         Scorer([length], weights=[1, 2])
+    with pytest.raises(ValueError, match=r"reward_weights must be finite, got \[nan\]"):
+        Scorer([length], weights=[math.nan])
 
 
 def test_scoring_without_a_function_says_what_to_do():

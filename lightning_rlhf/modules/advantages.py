@@ -9,7 +9,7 @@ Every estimator is a plain function of keywords, chosen by its name or by a dott
     g(i)                                     its group: responses to the same prompt, by id, anywhere in the batch
 
     gae        δ_t = r_t + γ·V_{t+1} - V_t   A_t = δ_t + γλ·A_{t+1}      returns = A + V, then A is whitened
-    grpo       (r - mean_g) / (std_g + 1e-6)
+    grpo       (r - mean_g) / (std_g + 1e-6), or with the std of the batch
     dr_grpo     r - mean_g
     rloo       (r - mean_g) · n / (n - 1)     = r - the mean of the others
     opo         r - Σ_g l·r / Σ_g l
@@ -30,7 +30,7 @@ groups in here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -84,7 +84,12 @@ def gae(
 
 
 def grpo(
-    *, rewards: Float[Tensor, "B T"], mask: Float[Tensor, "B T"], groups: Int[Tensor, " B"], **_: Any
+    *,
+    rewards: Float[Tensor, "B T"],
+    mask: Float[Tensor, "B T"],
+    groups: Int[Tensor, " B"],
+    std: Literal["group", "batch"] = "group",
+    **_: Any,
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
     """Group-relative advantage, (r - mean) / (std + 1e-6) (Shao et al. 2024, arXiv:2402.03300).
 
@@ -94,12 +99,16 @@ def grpo(
         rewards: reward of each token; a response's score is their sum.
         mask: 1 on sampled tokens.
         groups: equal integers for responses to the same prompt.
+        std: whose deviation: of the group's scores, or of all scores of the batch (Liu et al. 2025, arXiv:2508.08221).
 
     Returns:
         Advantages, the same at each token of a response; and the same tensor as returns.
     """
-    centred, std, _size = _centred_scores(rewards, mask, groups)
-    return _per_token(centred / (std + EPSILON), rewards, mask)
+    centred, deviation, _size = _centred_scores(rewards, mask, groups)
+    if std == "batch":
+        scores, valid = _scores(rewards, mask)
+        deviation = group_statistics(scores, torch.zeros_like(groups), valid)[1]
+    return _per_token(centred / (deviation + EPSILON), rewards, mask)
 
 
 def dr_grpo(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from types import ModuleType
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser
 
@@ -65,4 +65,5 @@ def _check_value(value: Any, kind: Any, key: str) -> None:
     except ArgumentError as error:
         bounds = re.search("restriction (.*)", str(error))
         must = bounds[1].replace("v", "") if bounds else f"of type {getattr(kind, '__name__', kind)}"
+        must = " or ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else must
         raise ValueError(f"{key}: got {value!r}, must be {must}") from None
