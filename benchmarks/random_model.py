@@ -18,6 +18,7 @@ SHAPES = {
     # as many layers as SmolLM2-135M: what a layer costs beside its arithmetic
     "narrow": (64, 30, 2, 1, 128, 512, True),
     "small": (256, 4, 8, 2, 688, 4096, False),
+    "135m": (576, 30, 9, 3, 1536, 49152, True),
     "0.5b": (896, 24, 14, 2, 4864, 151936, True),
     "1.5b": (1536, 28, 12, 2, 8960, 151936, True),
     "7b": (3584, 28, 28, 4, 18944, 152064, False),

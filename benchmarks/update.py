@@ -95,6 +95,10 @@ def measure(
         if dist.get_rank() == 0:
             key = f"self_{'device' if device.type == 'cuda' else 'cpu'}_time_total"
             events = [e for e in trace.key_averages() if e.device_type.name.lower() == device.type]
+            busy = sum(getattr(event, key) for event in events) / 1e3
+            print(
+                f"  {busy:9.1f} ms {device.type} in a step of {1e3 * median(seconds[1:]):.1f} ms without the profiler"
+            )
             for event in sorted(events, key=lambda e: -getattr(e, key))[:30]:
                 print(f"  {getattr(event, key) / 1e3:9.1f} ms {event.count:6} x {event.key[:140]}")
     return median(seconds[1:]), peak, float(loss.detach())
