@@ -265,6 +265,34 @@ def test_what_is_for_text_models_is_refused_before_weights_are_loaded(name, fold
         train(folder, **options)
 
 
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ("visual", "no module is called visual"),
+        ("merger", "no module is called merger"),
+        (
+            "mlp",
+            r"mlp is in the vision tower, too \(model\.visual\.blocks\.0\.mlp\), .* such as model\.language_model\.",
+        ),
+        ("down_proj", r"down_proj is in the vision tower, too"),
+    ],
+)
+def test_nothing_of_the_tower_is_saved_with_an_adapter(saved, message, folder):
+    settings = ModelSettings(folder, lora=LoRA(target_modules=["q_proj"], modules_to_save=[saved]))
+    with pytest.raises(ValueError, match=rf"model\.lora\.modules_to_save: {message}"):
+        build_policy(settings, strategy_of(1))
+    with pytest.raises(ValueError, match=rf"model\.lora\.modules_to_save: {message}"):
+        build_critic(settings, strategy_of(1))
+
+
+def test_a_module_of_the_language_model_is_saved_by_its_full_name(folder):
+    saved = "model.language_model.layers.1.mlp.down_proj"
+    lora = LoRA(target_modules=["q_proj"], modules_to_save=[saved, "lm_head"])
+    actor = build_policy(ModelSettings(folder, lora=lora), strategy_of(1))
+    trained = {n for n, _ in actor.adapter.named_parameters() if "lora_" not in n}
+    assert trained == {f"{saved}.modules_to_save.default.weight", "lm_head.modules_to_save.default.weight"}
+
+
 def test_a_decoder_that_mixes_packed_neighbours_is_found_at_the_start(folder):
     strategy = strategy_of(1)
     actor = build_policy(ModelSettings(folder), strategy)

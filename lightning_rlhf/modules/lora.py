@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from lightning_rlhf.images import is_vision_language
 from lightning_rlhf.modules.settings import LoRA
 
-TOWER = r"(.*\.)?visual\..*"
-"""Names of modules in the vision tower of a vision-language model: it has no adapters."""
+TOWER = r"(.*\.)?visual(\..*)?"
+"""Names of the vision tower of a vision-language model and of modules in it: it has no adapters."""
 
 
 class Adapter:
@@ -216,6 +216,14 @@ def _check_names(model: nn.Module, lora: LoRA) -> None:
             linear = {n.rpartition(".")[2] for n, m in modules if isinstance(m, nn.Linear) and m is not head}
             raise ValueError(
                 f"model.lora.{key}: no module is called {', '.join(lost)}; linear layers: {', '.join(sorted(linear))}"
+            )
+    inside = [name for name, _ in model.named_modules() if tower and tower.fullmatch(name)]
+    for saved in lora.modules_to_save or ():  # peft saves whatever has a name that ends so
+        if both := next((name for name in inside if name.endswith(saved)), None):
+            own = next(name for name, _ in modules if _is_called(name, saved))
+            raise ValueError(
+                f"model.lora.modules_to_save: {saved} is in the vision tower, too ({both}), which stays as it is: name what is"
+                f" to be trained in full, such as {own}"
             )
     tied = head.weight is embeddings.weight
     if tied and any(end.endswith(w) for end in ends for w in lora.modules_to_save or ()):
