@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lightning_rlhf import FSDPUlyssesStrategy, LoRA, ModelSettings, Policy, build_policy, pack
 from lightning_rlhf.flops import dims_of, frozen, peak_flops, training_flops
 from lightning_rlhf.modules import policy as building
-from lightning_rlhf.modules.adamw import AdamW
+from lightning_rlhf.modules.adamw import ShardedAdamW
 from lightning_rlhf.modules.gradients import clip_roles
 from lightning_rlhf.modules.lora import trained_matrices
 
@@ -66,7 +66,7 @@ def measure(
     sequences = [torch.randint(vocabulary, (length,), generator=generator) for _ in range(count)]
     packed = pack(sequences, [1] * count, strategy.sequence_parallel_size, strategy.sp_rank).to(device)
     group = {"params": [p for p in policy.parameters() if p.requires_grad], "role": "actor"}
-    optimizer = AdamW([group], lr=1e-6, weight_decay=0.0, fused=True)
+    optimizer = ShardedAdamW([group], lr=1e-6, weight_decay=0.0, fused=True)
     scale = dist.get_world_size() / (arguments.micro_batches * count * length * strategy.dp_size)
     seconds, peak = [], 0.0
 

@@ -156,6 +156,15 @@ def test_defaults_are_ppo_with_observers_logging_every_iteration():
     ]
 
 
+def test_an_optimizer_of_torch_is_found_by_its_short_name():
+    common = ["fit", "--model.model=random:tiny", "--data.path=x.jsonl"]
+    config = parsed(*common, "--model.optimizer=AdamW", "--model.optimizer.weight_decay=0.1")
+    assert config.model.init_args.optimizer.class_path == "torch.optim.AdamW"
+    assert config.model.init_args.optimizer.init_args.weight_decay == 0.1
+    usual = parsed(*common).model.init_args.optimizer
+    assert usual.class_path == "lightning_rlhf.modules.adamw.ShardedAdamW"
+
+
 def test_another_class_keeps_its_own_advantage_estimator():
     config = parsed(
         "fit", "--model=lightning_rlhf.GRPOLightningModule", "--model.model=random:tiny", "--data.path=x.jsonl"

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from toys import spawn
 
-from lightning_rlhf.modules.adamw import AdamW
+from lightning_rlhf.modules.adamw import ShardedAdamW
 from lightning_rlhf.modules.gradients import clip_roles
 
 
@@ -61,7 +61,7 @@ def sharded(rank: int, shape: tuple[int, ...]) -> list[dict[str, Any]]:
     for one in models:
         fully_shard(one, mesh=mesh)
     optimizers = [
-        AdamW([{"params": list(models[0].parameters()), "role": "actor"}], lr=0.1, weight_decay=0.1, fused=True),
+        ShardedAdamW([{"params": list(models[0].parameters()), "role": "actor"}], lr=0.1, weight_decay=0.1, fused=True),
         torch.optim.AdamW(models[1].parameters(), lr=0.1, weight_decay=0.1, fused=True),
     ]
     found = []
@@ -73,7 +73,7 @@ def sharded(rank: int, shape: tuple[int, ...]) -> list[dict[str, Any]]:
         pairs = list(zip(*(one.parameters() for one in models), strict=True))
         clipped = [(a.grad.full_tensor(), b.grad.full_tensor()) for a, b in pairs]
         for a, b in pairs:
-            a.grad = b.grad.clone()  # AdamW is compared from equal gradients
+            a.grad = b.grad.clone()  # the optimizers are compared from equal gradients
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

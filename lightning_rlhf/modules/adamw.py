@@ -10,10 +10,11 @@ from torch import Tensor
 from lightning_rlhf.host_memory import local_of
 
 
-class AdamW(torch.optim.AdamW):
+class ShardedAdamW(torch.optim.AdamW):
     """``torch.optim.AdamW``, which is elementwise, handed each rank's shards: the same to the bit, with the same state.
 
-    DTensor's dispatch of some hundred small parameters takes longer than the step itself.
+    DTensor's dispatch of some hundred small parameters takes longer than the step itself. The name is its own, so that
+    ``--model.optimizer AdamW`` on the command line stays torch's.
     """
 
     def _init_group(self, group: dict[str, Any], *tensors: list[Tensor]) -> bool:

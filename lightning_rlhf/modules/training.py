@@ -15,7 +15,7 @@ from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_rlhf.flops import Passes, dims_of, frozen
-from lightning_rlhf.modules.adamw import AdamW
+from lightning_rlhf.modules.adamw import ShardedAdamW
 from lightning_rlhf.modules.batching import Split
 from lightning_rlhf.modules.critic import Critic
 from lightning_rlhf.modules.gradients import clip_roles
@@ -55,7 +55,7 @@ class TrainedModule(ModelRoles):
         model: str,
         micro_batch_tokens: PositiveInt = 16384,
         lr: PositiveFloat = 1e-6,
-        optimizer: OptimizerCallable = lambda params: AdamW(params, weight_decay=0.0, fused=True),
+        optimizer: OptimizerCallable = lambda params: ShardedAdamW(params, weight_decay=0.0, fused=True),
         lr_schedule: Schedule = "constant",
         warmup_steps: NonNegativeInt = 0,
         min_lr_ratio: NonNegativeFloat = 0.0,
