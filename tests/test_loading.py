@@ -81,3 +81,19 @@ def written_by_the_second_rank(rank: int, folder: str) -> list[str]:
 def test_the_tiny_model_is_whole_whichever_rank_writes_it(tmp_path):
     _, names = spawn(written_by_the_second_rank, 2, str(tmp_path))
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(names)
+
+
+def test_a_folder_without_some_weights_is_refused_and_not_filled_with_random_ones(tmp_path):
+    strategy, folder = strategy_of(1), str(tiny_model())
+    with pytest.raises(
+        RuntimeError, match=r"cannot be loaded: .*it has no lm_head\.weight: it is not complete, or not of"
+    ):
+        build_policy(ModelSettings(folder, config_overrides={"tie_word_embeddings": False}), strategy)
+    state = {
+        n: t for n, t in AutoModelForCausalLM.from_pretrained(folder).state_dict().items() if "layers.1.mlp" not in n
+    }
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(
+        RuntimeError, match=r"it has no model\.layers\.1\.mlp\.down_proj\.weight, model\.layers\.1\.mlp\.gate"
+    ):
+        build_policy(ModelSettings(str(tmp_path)), strategy)

@@ -155,13 +155,21 @@ def _full_state(
 ) -> dict[str, Tensor]:
     """All of ``root``'s parameters and persistent buffers as transformers loads them, in ``root``'s names and dtypes."""
     config = deepcopy(settings.config)
-    model = auto_class(config).from_pretrained(
-        settings.path, config=config, dtype=torch.float32, trust_remote_code=settings.trust_remote_code
+    model, report = auto_class(config).from_pretrained(
+        settings.path,
+        config=config,
+        dtype=torch.float32,
+        trust_remote_code=settings.trust_remote_code,
+        output_loading_info=True,
     )
-    source = model.state_dict()
+    source = {
+        name: t for name, t in model.state_dict().items() if name not in report["missing_keys"]
+    }  # those are random
     own = {n: p.dtype for n, p in root.named_parameters(remove_duplicate=False) if not n.startswith(skip or ("\0",))}
     lost = sorted(n for n in own if hf_name(n) not in source)
     if lost:
-        raise KeyError(f"the checkpoint has no {', '.join(map(hf_name, lost[:3]))}")
+        raise ValueError(
+            f"it has no {', '.join(map(hf_name, lost[:3]))}: it is not complete, or not of this model and config_overrides"
+        )
     own |= {n: b.dtype for n, b in root.named_buffers() if hf_name(n) in source}
     return {n: source[hf_name(n)].to(dtype) for n, dtype in own.items()}
