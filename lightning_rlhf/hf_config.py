@@ -48,6 +48,7 @@ def override(config: Any, changes: Mapping[str, Any], key: str = "model.config_o
         ValueError: a key that the config does not have (with the one that it looks like), or a value it does not take.
     """
     from transformers import PreTrainedConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     for name, value in changes.items():
         if not hasattr(config, name):
@@ -68,6 +69,11 @@ def override(config: Any, changes: Mapping[str, Any], key: str = "model.config_o
             config.validate()
         except Exception as error:
             raise ValueError(f"{key}: {_reason(error)}") from error
+    rope = (getattr(config, "rope_parameters", None) or {}) if "rope_parameters" in changes else {}
+    for kind in (rope, *rope.values()):  # of all layers, or of each type of layers
+        chosen = kind.get("rope_type", "default") if isinstance(kind, dict) else "default"
+        if chosen not in (known := ["default", *ROPE_INIT_FUNCTIONS]):
+            raise ValueError(f"{key}.rope_parameters.rope_type must be one of {', '.join(known)}, got {chosen!r}")
 
 
 def check_class(config: Any, key: str = "model.model") -> None:

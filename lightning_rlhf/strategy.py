@@ -74,6 +74,8 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
         ):
             if value != "nodes" and value < least:
                 raise ValueError(f"trainer.strategy.{name} must be at least {least}, got {value}")
+        if not 0.0 < timeout_minutes <= 1e6:  # a timedelta cannot be infinite
+            raise ValueError(f"trainer.strategy.timeout_minutes must be above 0, up to 1e6, got {timeout_minutes}")
         super().__init__(process_group_backend=process_group_backend, timeout=timedelta(minutes=timeout_minutes))
         self.sequence_parallel_size = sequence_parallel_size
         self.data_parallel_replicate = data_parallel_replicate

@@ -196,15 +196,21 @@ def _layers(model: nn.Module) -> list[Any]:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     for name, layer in layers.items():
         if type(layer) is not Linear:
-            raise NotImplementedError(
-                f"model.lora.target_modules: {name} is no linear layer ({type(layer.get_base_layer()).__name__}): name"
-                " linear layers only, of a mixture of experts for example [q_proj, k_proj, v_proj, o_proj]"
-            )
+            raise _not_linear(name, layer.get_base_layer())
     return list(layers.values())
+
+
+def _not_linear(name: str, module: nn.Module) -> NotImplementedError:
+    return NotImplementedError(
+        f"model.lora.target_modules: {name} is no linear layer ({type(module).__name__}): name linear layers only, of a mixture"
+        " of experts for example [q_proj, k_proj, v_proj, o_proj]"
+    )
 
 
 def _check_names(model: nn.Module, lora: LoRA) -> None:
     """Names that match nothing, which peft passes over, and what would not be what it was any more."""
+    from transformers.pytorch_utils import Conv1D
+
     tower = re.compile(TOWER) if is_vision_language(model.config) else None
     modules = [(n, m) for n, m in model.named_modules() if not (tower and tower.fullmatch(n))]
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
@@ -235,6 +241,10 @@ def _check_names(model: nn.Module, lora: LoRA) -> None:
         if any(_is_called(end, w) for w in targets):
             remedy = "leave it out" if tied else "name it in model.lora.modules_to_save instead"
             raise ValueError(f"model.lora.target_modules: {end} cannot have an adapter, {remedy}")
+    for target in targets:
+        other = [(n, m) for n, m in modules if _is_called(n, target) and not isinstance(m, nn.Linear | Conv1D)]
+        if other:
+            raise _not_linear(*other[0])
 
 
 def _is_called(name: str, wanted: str) -> bool:
