@@ -70,6 +70,7 @@ MISTAKES = {
     "--model.lora.target_modules=q_proj": "must be one of ['all-linear'] or a list such as [q_proj], got q_proj",
     "--model.lora.modules_to_save=lm_head": "modules_to_save: must be a list such as [lm_head], got lm_head",
     "--model.lora.adapter=/no/such": "model.lora.adapter: /no/such must be a local folder with an adapter_config.json",
+    "--model.config_overrides={intermediate_size: 256}": "layers.0.mlp.gate_proj.weight is (128, 64) and must be (256, 64)",
     "--model.lora.target_modules=[mlp]": "target_modules: model.layers.0.mlp is no linear layer (Qwen2MLP): name linear",
     "--model.config_overrides={rope_parameters: {rope_type: nope}}": "rope_type must be one of default, linear, dynamic, yarn",
     "--model.lora.target_modules=[c_attn]": "no module is called c_attn; linear layers: down_proj, gate_proj, k_proj, o_",

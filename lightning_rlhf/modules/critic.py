@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_rlhf.hf_config import HeadKind
 from lightning_rlhf.modules.execution import apply_execution, check_layers
-from lightning_rlhf.modules.loading import load_pretrained, meta_parameters
+from lightning_rlhf.modules.loading import check_shapes, load_pretrained, meta_parameters
 from lightning_rlhf.modules.lora import Adapter, hf_name
 from lightning_rlhf.modules.policy import (
     PackedModel,
@@ -103,10 +103,12 @@ def check_model(settings: ModelSettings, strategy: FSDPUlyssesStrategy, *, criti
 
     Raises:
         NotImplementedError: the model.
-        ValueError: the attention kernel.
+        ValueError: the attention kernel, or weights of another shape than the config's.
     """
     root = _critic_on_meta(settings, strategy) if critic else policy_on_meta(settings, strategy, frozen=False)
     check_layers(root.model, root.layers, settings)
+    prefix, added = getattr(root, "prefix", ""), {name.removeprefix("model.") for name in added_names(root)}
+    check_shapes(root.model, settings.path, lambda name: prefix + hf_name(name), added, settings.key)
     return longest_sequence(root.model.config)
 
 

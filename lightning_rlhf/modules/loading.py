@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from lightning_rlhf.images import auto_class
+from lightning_rlhf.modules.lora import parameters_with_names
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.modules.vision import original_name
 
@@ -43,6 +44,41 @@ def meta_parameters() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def check_shapes(
+    model: nn.Module, path: str, hf_name: Callable[[str], str], skip: Container[str], key: str = "model.model"
+) -> None:
+    """Compare parameters, which may be on the meta device, with what the safetensors of a folder say of themselves.
+
+    Where the names in the folder are not the model's, transformers converts: nothing is compared.
+
+    Args:
+        hf_name: name in ``model`` -> name in the folder.
+        skip: names that are not in the folder.
+        key: of the configuration, for errors.
+
+    Raises:
+        ValueError: a tensor has another shape.
+    """
+    from safetensors import safe_open
+
+    stored, shapes = stored_names(path), {}
+    for file in set(stored.values()):
+        with safe_open(file, framework="pt") as handle:
+            shapes.update({name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()})  # noqa: SIM118
+    wrong = []
+    for names, parameter in parameters_with_names(model):
+        known = [k for name in names if (k := _known_as(hf_name(name), stored)) in stored]
+        if names[0] not in skip and not known:
+            return
+        if names[0] not in skip and shapes[known[0]] != tuple(parameter.shape):
+            wrong.append(f"{known[0]} is {shapes[known[0]]} and must be {tuple(parameter.shape)}")
+    if wrong:
+        raise ValueError(
+            f"{key}: shapes in {path} are not what its config and model.config_overrides make them, {len(wrong)} in all:"
+            f" {wrong[0]}"
+        )
 
 
 def load_pretrained(
