@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import toys
 from test_plan import run_of
 from toys import TINY_MODULE, even_tokens, fit
 
@@ -144,8 +145,14 @@ def test_other_data_or_no_async_level_leave_the_responses_of_a_checkpoint_alone(
     assert engine.threads == ["MainThread"]
     assert "rollout/staleness" not in rows[0]
     engine = Watched()
-    monkeypatch.setattr(Ahead, "has", lambda self, rows, each: False)
-    rows, _ = run(tmp_path / "data", 3, engine, ckpt_path=str(tmp_path / "ck"))
+    rows, _ = run(tmp_path / "cooler", 3, engine, ckpt_path=str(tmp_path / "ck"), temperature=0.5)
+    assert engine.threads == ["MainThread"]
+    assert "rollout/staleness" not in rows[0]
+    others = [{**row, "prompt": row["prompt"] + "now "} for row in toys.prompts()]  # as many, in the same rows
+    monkeypatch.setattr(toys, "prompts", lambda: others)
+    engine = Watched()
+    with pytest.warns(UserWarning, match="data: the checkpoint was written with fingerprint"):
+        rows, _ = run(tmp_path / "data", 3, engine, ckpt_path=str(tmp_path / "ck"))
     assert engine.threads == ["MainThread"]
     assert "rollout/staleness" not in rows[0]
 

@@ -6,12 +6,13 @@
 So responses are one update behind the policy that they train, which `losses.Correction` weighs. They depend on nothing that the
 thread does beside them: a run is the same however fast either is, and the same as without a thread.
 
-A checkpoint waits for them and holds them, those of all ranks by the prompt's row in the data set: the weights that drew them are
-gone when it is read again.
+A checkpoint waits for them and holds them, those of all ranks by what they answer (`keys`): the weights that drew them are gone when
+it is read again. A run that goes on with other prompts or draws in another way leaves them alone.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -21,10 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rlhf.types import Completion
+from lightning_rlhf.types import Completion, Prompts, Sampling
 
 Rows = dict[int, list[Completion]]
-"""The responses to each prompt, by its row in the data set."""
+"""The responses to each prompt, by its key."""
+
+
+def keys(prompts: Prompts, sampling: Sampling) -> list[int]:
+    """Of each prompt's row in the data set, its tokens and how responses are drawn."""
+    named = zip(prompts.index.tolist(), map(list, prompts.ids), strict=True)
+    digests = (hashlib.blake2b(repr((row, ids, sampling)).encode(), digest_size=8) for row, ids in named)
+    return [int.from_bytes(digest.digest()) for digest in digests]
 
 
 class Ahead:
@@ -41,7 +49,7 @@ class Ahead:
     def start(
         self, iteration: int, rows: Sequence[int], generate: Callable[[], list[Completion]], device: torch.device
     ) -> None:
-        """Begin to generate the responses to the prompts of ``rows``."""
+        """Begin to generate the responses to the prompts with the keys ``rows``."""
         self.iteration, self._rows = iteration, {}
         self._running = _Running(rows, generate, device)
 
@@ -68,11 +76,11 @@ class Ahead:
             self.seconds = running.seconds
 
     def has(self, rows: Sequence[int], each: int) -> bool:
-        """Whether all prompts of ``rows`` have so many responses, settled before."""
+        """Whether all prompts with the keys ``rows`` have so many responses, settled before."""
         return all(len(self._rows.get(row, ())) == each for row in rows)
 
     def take(self, rows: Sequence[int]) -> list[Completion]:
-        """The responses to the prompts of ``rows``; none are kept."""
+        """The responses to the prompts with the keys ``rows``; none are kept."""
         taken = [completion for row in rows for completion in self._rows[row]]
         self.clear()
         return taken

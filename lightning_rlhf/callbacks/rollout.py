@@ -20,7 +20,7 @@ import lightning.pytorch as pl
 import torch
 from jsonargparse.typing import NonNegativeInt, PositiveFloat
 
-from lightning_rlhf.callbacks.ahead import Ahead
+from lightning_rlhf.callbacks.ahead import Ahead, keys
 from lightning_rlhf.callbacks.faults import agreed
 from lightning_rlhf.callbacks.filtering import FilterGroups, Rounds
 from lightning_rlhf.callbacks.planning import checked_run, choose_plan, engine_setup
@@ -150,7 +150,7 @@ class RolloutCallback(pl.Callback):
         measured = self.log_probs_every > 0 and iteration % self.log_probs_every == 0
         log_probs = measured or module.correction is not None
         if self.async_level and self._is_there(iteration, prompts, self.sampling.num_generations + module.needs_greedy):
-            taken = self._ahead.take(prompts.index.tolist())
+            taken = self._ahead.take(keys(prompts, self.sampling))
             batch["rollout"] = Rollout.build(prompts, taken, self.sampling, module.needs_greedy)
             module.extra_metrics |= {"rollout/staleness": 1.0, "rollout/ahead_s": self._ahead.seconds}
         else:
@@ -202,8 +202,8 @@ class RolloutCallback(pl.Callback):
         self._settle()
         if self._ahead.iteration != iteration:
             return False
-        everywhere = all(self._all_gather(self._ahead.has(prompts.index.tolist(), each)))
-        if not everywhere:  # resumed with other data, or other numbers of responses
+        everywhere = all(self._all_gather(self._ahead.has(keys(prompts, self.sampling), each)))
+        if not everywhere:  # resumed with other data, another sampling, or other numbers of responses
             self._ahead.clear()
         return everywhere
 
@@ -215,7 +215,7 @@ class RolloutCallback(pl.Callback):
         prompts = trainer.train_dataloader.batch_at(epoch, number)["prompts"]  # type: ignore[union-attr]
         self._steps.wake()
         run, self._own = self._steps.share(prompts, self.sampling, iteration, True, module.needs_greedy)
-        self._ahead.start(iteration, prompts.index.tolist(), run, module.strategy.root_device)
+        self._ahead.start(iteration, keys(prompts, self.sampling), run, module.strategy.root_device)
 
     def _settle(self) -> None:
         """Wait for the generation beside the update, if one runs: the engine is free then."""
