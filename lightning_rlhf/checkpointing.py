@@ -145,6 +145,7 @@ class DistributedCheckpoints(ModelParallelStrategy):
         Raises:
             FileNotFoundError: it is not there, or not complete.
             UntrustedCheckpoint: it holds pickles of other classes.
+            DamagedCheckpoint: it cannot be read.
             ValueError: it is of other models.
         """
         assert self.model is not None
@@ -170,7 +171,7 @@ class DistributedCheckpoints(ModelParallelStrategy):
             dcp.load(state, storage_reader=restricted.Reader(path, index), planner=planner)
         except CheckpointException as error:
             for failure, _ in error.failures.values():
-                if isinstance(failure, OSError | restricted.UntrustedCheckpoint):
+                if isinstance(failure, OSError | restricted.UntrustedCheckpoint | restricted.DamagedCheckpoint):
                     raise failure from None
             reason = next((str(e) for e, _ in error.failures.values()), str(error)).splitlines()[0]
             raise ValueError(

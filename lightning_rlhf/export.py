@@ -165,6 +165,9 @@ class _Reader(restricted.Reader):
                 warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process.*")  # it is
                 dcp.load({self._keys[n]: t for n, t in tensors.items()}, storage_reader=self, no_dist=True)
         except CheckpointException as error:
+            for failure, _ in error.failures.values():
+                if isinstance(failure, restricted.DamagedCheckpoint):
+                    raise failure from None
             reason = next((f"{type(e).__name__}: {e}" for e, _ in error.failures.values()), str(error))
             raise ValueError(f"{self.name!r} cannot be read: {reason.splitlines()[0]}") from error
         return tensors

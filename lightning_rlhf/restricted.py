@@ -31,12 +31,16 @@ class UntrustedCheckpoint(ValueError):
     """A checkpoint holds pickles of classes that ours do not; nothing of them was executed."""
 
 
+class DamagedCheckpoint(ValueError):
+    """A complete checkpoint whose files are not as they were written."""
+
+
 class Reader(FsspecReader):
     """DCP's, of a folder whose index `read` has read."""
 
     def __init__(self, path: str, index: Any) -> None:
         super().__init__(path)
-        self._index = index
+        self._name, self._index = path, index
 
     @override
     def read_metadata(self) -> Any:
@@ -44,7 +48,12 @@ class Reader(FsspecReader):
 
     @override
     def read_data(self, plan: Any, planner: Any) -> Any:
-        return retried(super().read_data, plan, planner)
+        try:
+            return retried(super().read_data, plan, planner)
+        except torch.OutOfMemoryError:  # of the device that it is read to
+            raise
+        except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            raise _damaged(self._name, "shards", error) from error
 
 
 class Planner(DefaultLoadPlanner):
@@ -75,6 +84,7 @@ def read(path: str, trusted: bool) -> tuple[dict[str, Any], Any]:
     Raises:
         FileNotFoundError: the checkpoint is not there or not complete.
         UntrustedCheckpoint: it holds what ours do not.
+        DamagedCheckpoint: it cannot be read.
     """
     fs, root = url_to_fs(path)
     fs.invalidate_cache()
@@ -84,7 +94,12 @@ def read(path: str, trusted: bool) -> tuple[dict[str, Any], Any]:
         raise FileNotFoundError(f"{path!r} is not a complete checkpoint: it has no {MARKER}") from None
     index = io.BytesIO(retried(fs.cat_file, f"{root}/{INDEX}"))
     metadata = _load(io.BytesIO(marker), path, MARKER, not trusted)
-    return metadata, pickle.load(index) if trusted else _IndexUnpickler(index, path).load()
+    try:
+        return metadata, pickle.load(index) if trusted else _IndexUnpickler(index, path).load()
+    except UntrustedCheckpoint:
+        raise
+    except Exception as error:  # whatever bytes that are no pickle lead to
+        raise _damaged(path, INDEX, error) from error
 
 
 def _load(file: io.BytesIO, path: str, part: str, weights_only: bool) -> Any:
@@ -94,6 +109,8 @@ def _load(file: io.BytesIO, path: str, part: str, weights_only: bool) -> Any:
     except pickle.UnpicklingError as error:
         name = re.search(r"(?:GLOBAL|got|class|function) ([\w.]+\.\w+)", str(error))
         raise _untrusted(path, part, name[1] if name else str(error).splitlines()[0]) from None
+    except (EOFError, RuntimeError) as error:
+        raise _damaged(path, part, error) from error
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -127,4 +144,11 @@ def _untrusted(path: str, part: str, name: str) -> UntrustedCheckpoint:
     return UntrustedCheckpoint(
         f"{path!r} was not loaded, its {part} would run {name}, which is in no checkpoint of a run: if you trust whoever wrote"
         " it, set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 (weights_only=False, which Trainer.fit does not hand on)"
+    )
+
+
+def _damaged(path: str, part: str, error: Exception) -> DamagedCheckpoint:
+    what = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+    return DamagedCheckpoint(
+        f"{path!r} is damaged, its {part} cannot be read ({what}): take another checkpoint, or restore its files"
     )

@@ -293,6 +293,7 @@ MISTAKES = {
     "unmarked": "'{root}/unmarked' is not a complete checkpoint: it has no meta.pt",
     "no-index": "'{root}/no-index' is not a complete checkpoint: it has no .metadata",
     "no-shard": "'{root}/no-shard' cannot be read: FileNotFoundError",
+    "cut": "'{root}/cut' is damaged, its shards cannot be read (EOFError): take another checkpoint, or restore its files",
 }
 
 
@@ -304,6 +305,8 @@ def test_what_is_no_checkpoint_ends_in_one_line(mistake: str, lora: Made, tmp_pa
     for name, lost in {"unmarked": "meta.pt", "no-index": ".metadata", "no-shard": "__0_0.distcp"}.items():
         shutil.copytree(lora.checkpoint, tmp_path / name)
         (tmp_path / name / lost).unlink()
+    shutil.copytree(lora.checkpoint, tmp_path / "cut")
+    os.truncate(tmp_path / "cut/__0_0.distcp", 1000)
     assert error(capfd, str(tmp_path / mistake), str(tmp_path / "out")).startswith(
         MISTAKES[mistake].format(root=tmp_path)
     )

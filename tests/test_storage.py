@@ -252,6 +252,17 @@ def test_what_others_put_into_a_checkpoint_is_refused_unless_they_are_trusted(pl
     assert proof.exists()
 
 
+@pytest.mark.parametrize("left", [0, 0.5, 0.99], ids=["empty", "half", "most"])
+@pytest.mark.parametrize(("name", "said"), [(".metadata", r"\.metadata"), ("meta.pt", r"meta\.pt"), ("*.distcp", "shards")])
+def test_what_was_cut_off_is_named_in_one_line(name, said, left, tmp_path):
+    fit(2, each(tmp_path / "ck"))
+    (file,) = (tmp_path / "ck/2.ckpt").glob(name)
+    os.truncate(file, int(left * file.stat().st_size))
+    message = rf"^'.*/ck/2\.ckpt' is damaged, its {said} cannot be read \(.+\): take another checkpoint, or restore its files$"
+    with pytest.raises(restricted.DamagedCheckpoint, match=message):
+        fit(3, ckpt_path=str(tmp_path / "ck/2.ckpt"))
+
+
 def test_numbers_of_the_command_line_are_known(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpointing, "_plain", lambda value: value)  # as it was
     fit(2, each(tmp_path / "ck"), module=Toy(option=PositiveFloat(0.5)))
