@@ -494,6 +494,34 @@ def test_a_monitored_checkpoint_waits_for_the_fresh_metric(tmp_path: Path, token
     assert checkpoint.best_model_path.endswith("6-4.ckpt")
 
 
+def test_a_monitored_metric_that_is_never_logged_is_named_and_the_last_iteration_kept(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    checkpoint = IterationCheckpoint(
+        tmp_path / "c", every_n_train_steps=1, monitor="reward/meen", mode="max", save_last=False
+    )
+
+    class Logging(Toy):
+        def training_step(self, batch: dict, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            self.log("reward/mean", 1.0, batch_size=1)
+
+    said = r"monitor='reward/meen'\): no such metric was logged, .*: set monitor to one of reward/mean$"
+    with pytest.warns(UserWarning, match=said) as warned:
+        fit(Logging(tokenizer), tmp_path, [checkpoint], batches=3)
+    assert len(warned) == 4  # at each iteration that was due, and at the end
+    assert saved_at(tmp_path / "c") == ["last.ckpt"]
+    assert torch.load(next((tmp_path / "c").iterdir()), weights_only=True)["global_step"] == 3
+
+
+def test_a_metric_of_a_validation_to_come_is_waited_for(tmp_path: Path, tokenizer: Any) -> None:
+    checkpoint = IterationCheckpoint(
+        tmp_path / "c", "{step}", every_n_train_steps=1, monitor="val/reward", mode="max", save_last=False, save_top_k=-1
+    )
+    fit(Toy(tokenizer), tmp_path, [checkpoint], batches=4, val=True, val_check_interval=2)  # warnings are errors
+    assert saved_at(tmp_path / "c") == ["2.ckpt", "3.ckpt", "4.ckpt"]
+
+
 def test_fast_dev_run_saves_no_checkpoint(tmp_path: Path, tokenizer: Any) -> None:
     fit(Toy(tokenizer), tmp_path, [IterationCheckpoint(tmp_path / "c")], fast_dev_run=2, logger=None)
     assert not (tmp_path / "c").exists()

@@ -208,12 +208,25 @@ class IterationCheckpoint(ModelCheckpoint):
         self._settle(trainer)
         deferred, self._defer_save_until_validation = self._defer_save_until_validation, False
         with trainer.lightning_module.phases("checkpoint"), self._going_on(trainer):  # type: ignore[operator]
-            candidates = self._monitor_candidates(trainer)
+            candidates, given = self._monitor_candidates(trainer), self.save_last
             if self.monitor is None or self.monitor in candidates or deferred:
                 self._save_topk_checkpoint(trainer, candidates)
+            else:
+                self._report_missing(trainer, candidates)
+                self.save_last = given or self._ending  # otherwise nothing of this iteration would be left
             self._save_last_checkpoint(trainer, candidates)
+            self.save_last = given
             self._carry_out(trainer)
         self._last_time_checked = time.monotonic()
+
+    def _report_missing(self, trainer: pl.Trainer, candidates: dict[str, Any]) -> None:
+        """Warn of a metric that is not there, unless the first validation may bring it."""
+        if self._ending or not trainer.enable_validation or trainer.fit_loop.epoch_loop.val_loop._has_run:
+            known = ", ".join(sorted(candidates.keys() - {"epoch", "step"})) or "those that are logged"
+            rank_zero_warn(
+                f"IterationCheckpoint(monitor={self.monitor!r}): no such metric was logged, so no checkpoint is ranked and at most"
+                f" the latest is kept, as 'last': set monitor to one of {known}"
+            )
 
     @contextmanager
     def _going_on(self, trainer: pl.Trainer) -> Iterator[None]:
