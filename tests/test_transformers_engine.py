@@ -386,6 +386,25 @@ def test_the_longest_sequence_is_max_model_len(model: Qwen2ForCausalLM) -> None:
         engine.generate([[]], sampling, seeds=[0])
 
 
+def test_an_engine_serves_another_run_or_is_built_anew(model: Qwen2ForCausalLM) -> None:
+    engine = engine_with(model)
+    held, last = engine.model, engine.generate([[5, 6]], Sampling(max_completion_length=9).greedy, seeds=[None])[0]
+    third = last.token_ids[2]
+    engine.setup(setup(eos_token_ids=(third,), max_model_len=64))
+    assert engine.model is held
+    (cut,) = engine.generate([[5, 6]], Sampling(max_completion_length=9).greedy, seeds=[None])
+    assert cut.token_ids == last.token_ids[: last.token_ids.index(third) + 1]
+    engine.setup(setup(max_model_len=256))  # as long as it was made for
+    assert engine.model is held
+    one_layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    for change in ({"max_model_len": 300}, {"dtype": torch.bfloat16}, {"config_overrides": one_layer}):
+        engine.setup(setup(**change))
+        assert engine.model is not held
+        assert engine.weight_version == -1
+        held = engine.model
+    assert engine.model.config.num_hidden_layers == 1
+
+
 def test_options_of_other_engines_are_refused(engine: TransformersEngine) -> None:
     with pytest.raises(ValueError, match=r"sampling\.extra .* \['bad_words'\]"):
         engine.generate([[5]], Sampling(extra={"bad_words": ["x"]}), seeds=[0])

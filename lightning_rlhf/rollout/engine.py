@@ -56,6 +56,13 @@ class EngineSetup:
     kv_cache_memory_bytes: int | None = None
     beside: bool = False
 
+    def serves(self, other: EngineSetup) -> bool:
+        """Whether an engine that was built for this can do the work of ``other``; fewer than all may be in flight at once."""
+        same = ("model", "device", "dtype", "trust_remote_code", "config_overrides")
+        return all(getattr(self, name) == getattr(other, name) for name in same) and (
+            other.max_model_len <= self.max_model_len
+        )
+
 
 @dataclass(frozen=True)
 class EngineMemory:
@@ -107,7 +114,10 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def setup(self, context: EngineSetup) -> None:
-        """Build the engine. Called once per process with an empty device, after the process group is up; idempotent."""
+        """Build the engine. Called before each run, with an empty device and after the process group is up.
+
+        One that is there is kept if it `EngineSetup.serves` the run, and built anew otherwise.
+        """
 
     @abstractmethod
     def wake(self, tags: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -132,8 +133,10 @@ class VLLMEngine(RolloutEngine):
             ImportError: vLLM is missing or its version is not supported.
             ValueError: plain sync on the CPU, or processes that do not divide into engines.
         """
-        if self.llm is not None:
+        if self.llm is not None and self.context.serves(context):
+            self.context = replace(context, max_model_len=self.context.max_model_len)
             return
+        self.close()
         check_version(version_installed())
         if self.sync == "plain" and context.device.type == "cpu":
             raise ValueError(

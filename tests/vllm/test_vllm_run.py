@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 import pytest
 from test_runs import QUIET, assert_equal_runs, run
@@ -58,9 +60,9 @@ class Fails(GRPOLightningModule):
         raise ArithmeticError("of the module")
 
 
-def fit(module: type[GRPOLightningModule], engine: VLLMEngine) -> int:
-    """Iterations done."""
-    sampling = Sampling(num_generations=2, max_completion_length=8)
+def fit(module: type[GRPOLightningModule], engine: VLLMEngine, length: int = 8, **options: Any) -> pl.Trainer:
+    """After one iteration."""
+    sampling = Sampling(num_generations=2, max_completion_length=length, ignore_eos=True)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -73,8 +75,30 @@ def fit(module: type[GRPOLightningModule], engine: VLLMEngine) -> int:
         callbacks=[RolloutCallback(engine, sampling=sampling)],
     )
     data = PromptDataModule(path="lightning_rlhf.tiny.sums", batch_size=4, max_prompt_length=64)
-    trainer.fit(module("random:tiny", reward=[share_of_digits]), datamodule=data)
-    return trainer.global_step
+    trainer.fit(module("random:tiny", reward=[share_of_digits], **options), datamodule=data)
+    return trainer
+
+
+def runs_of_one_engine(rank: int) -> tuple[list[float], list[float], bool]:
+    engine = VLLMEngine(kv_cache_memory_bytes=32 << 20)
+    one_layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    trainers = [fit(GRPOLightningModule, engine)]
+    first = engine.llm
+    trainers.append(fit(GRPOLightningModule, engine, length=4))
+    kept = engine.llm is first
+    trainers.append(fit(GRPOLightningModule, engine, length=60))
+    trainers.append(fit(GRPOLightningModule, engine, config_overrides=one_layer))
+    metrics = [trainer.callback_metrics for trainer in trainers]
+    names = ("completions/mean_length", "rollout/logprob_diff_max")
+    lengths, differences = ([m[name].item() for m in metrics] for name in names)
+    return lengths, differences, kept
+
+
+def test_an_engine_that_cannot_serve_the_next_run_is_built_anew():
+    ((lengths, differences, kept),) = spawn(runs_of_one_engine, 1)
+    assert kept
+    assert lengths == [8, 4, 60, 8]
+    assert max(differences) < 1e-4
 
 
 def lives_of_engines(rank: int) -> tuple[bool, list[int], str, int]:
@@ -82,11 +106,11 @@ def lives_of_engines(rank: int) -> tuple[bool, list[int], str, int]:
     with pytest.raises(ArithmeticError, match="of the module"):
         fit(Fails, first)
     closed = first.llm is None
-    steps = [fit(GRPOLightningModule, second) for _ in range(2)]
+    steps = [fit(GRPOLightningModule, second).global_step for _ in range(2)]
     with pytest.raises(RuntimeError) as refused:
         fit(GRPOLightningModule, third)
     second.close()
-    return closed, steps, str(refused.value), fit(GRPOLightningModule, third)
+    return closed, steps, str(refused.value), fit(GRPOLightningModule, third).global_step
 
 
 def test_an_engine_is_closed_after_a_failure_and_serves_the_next_run_otherwise():
