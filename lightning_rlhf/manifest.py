@@ -1,10 +1,10 @@
 """What a run is made of: its checkpoints and its manifest say it, and a run that goes on from one says what differs.
 
-    description = {class, precision, model.kl.refresh_every, model.ema_decay, versions,
+    description = {class, precision, seed_everything, model.kl.refresh_every, model.ema_decay, versions,
                    roles: {actor: {model, shape, lora, ...}, critic: ...}}
 
 `ModelRoles.description` makes it. Tensors of another role, shape or adapter are refused before they are read; another model of
-the same shape, another precision or package goes on with a warning.
+the same shape, another precision, seed or package goes on with a warning.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def check_resumed(path: str, then: Mapping[str, Any], now: Mapping[str, Any], *,
         _check_role(
             path, "model.critic" if role == "critic" else "model.model", then["roles"][role], now["roles"][role]
         )
-    if other := _other(then, now):
+    if other := _other(then, now, training):
         rank_zero_warn(f"{path} was written with {', '.join(other)}: this run goes on, its numbers may not be the same")
 
 
@@ -102,9 +102,11 @@ def _comparable(lora: Mapping[str, Any] | None) -> dict[str, Any]:
     return {name: sorted(value) if isinstance(value, list) else value for name, value in kept.items()}
 
 
-def _other(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _other(then: Mapping[str, Any], now: Mapping[str, Any], training: bool) -> list[str]:
     """What may differ, but should be known."""
-    names = ("class", "precision", "model.kl.refresh_every", "model.ema_decay")
+    names = ["class", "precision", "model.kl.refresh_every", "model.ema_decay"]
+    if training and "seed_everything" in then:
+        names.append("seed_everything")
     found = _differences(*({n: of.get(n) for n in names} for of in (then, now)))
     for role in then["roles"].keys() & now["roles"].keys():
         old, new = ({n: of["roles"][role][n] for n in ("model", "config_overrides")} for of in (then, now))

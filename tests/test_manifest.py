@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import lightning.pytorch as pl
 import pytest
 import torch
 from test_policy import save as save_model
@@ -172,6 +173,17 @@ def test_what_may_change_the_numbers_is_said_once_and_the_run_goes_on(checkpoint
     assert "actor config_overrides None (here {'attention_dropout': 0.0})" in message
     assert "class lightning_rlhf.modules.grpo.GRPOLightningModule (here test_manifest.Renamed)" in message
     assert len(rows) == 1
+
+
+def test_another_seed_is_said_in_training_only(checkpoint: str, tmp_path: Path, monkeypatch: Any) -> None:
+    seeded = pl.seed_everything
+    monkeypatch.setattr(pl, "seed_everything", lambda seed, **options: seeded(seed + 6, **options))
+    module = GRPOLightningModule(**COMMON, lora=LoRA(r=4))
+    with pytest.warns(UserWarning, match=r"was written with seed_everything 1 \(here 7\): this run goes on"):
+        go_on(module, checkpoint, tmp_path / "again")
+    then, now = described() | {"seed_everything": 1}, described() | {"seed_everything": 7}
+    check_resumed("path", then, now, training=False)
+    check_resumed("path", described(), now, training=True)  # a checkpoint of before it said
 
 
 def test_other_data_is_said_and_the_run_goes_on(checkpoint: str, tmp_path: Path, monkeypatch: Any) -> None:

@@ -1,6 +1,6 @@
 """``manifest.json``: what a run is, beside what it writes.
 
-    created (UTC), resumed_from, class, precision, roles, versions     see `lightning_rlhf.manifest`
+    created (UTC), resumed_from, class, precision, seed_everything, roles, versions     see `lightning_rlhf.manifest`
     config       resolved, as the command line has it; null for a run out of Python
     git          commit of the working directory and whether it was changed; null outside of one
     data         number of training prompts, fingerprint of their token ids

@@ -149,6 +149,7 @@ class ModelRoles(pl.LightningModule):
         return {
             "class": f"{type(self).__module__}.{type(self).__qualname__}",
             "precision": self.strategy.precision_plugin.precision,
+            "seed_everything": self.seed,
             "roles": {
                 name: settings.description for name, settings in self.roles.items() if name in self.learning_rates
             },
