@@ -516,7 +516,13 @@ def test_a_monitored_metric_that_is_never_logged_is_named_and_the_last_iteration
 
 def test_a_metric_of_a_validation_to_come_is_waited_for(tmp_path: Path, tokenizer: Any) -> None:
     checkpoint = IterationCheckpoint(
-        tmp_path / "c", "{step}", every_n_train_steps=1, monitor="val/reward", mode="max", save_last=False, save_top_k=-1
+        tmp_path / "c",
+        "{step}",
+        every_n_train_steps=1,
+        monitor="val/reward",
+        mode="max",
+        save_last=False,
+        save_top_k=-1,
     )
     fit(Toy(tokenizer), tmp_path, [checkpoint], batches=4, val=True, val_check_interval=2)  # warnings are errors
     assert saved_at(tmp_path / "c") == ["2.ckpt", "3.ckpt", "4.ckpt"]

@@ -253,7 +253,9 @@ def test_what_others_put_into_a_checkpoint_is_refused_unless_they_are_trusted(pl
 
 
 @pytest.mark.parametrize("left", [0, 0.5, 0.99], ids=["empty", "half", "most"])
-@pytest.mark.parametrize(("name", "said"), [(".metadata", r"\.metadata"), ("meta.pt", r"meta\.pt"), ("*.distcp", "shards")])
+@pytest.mark.parametrize(
+    ("name", "said"), [(".metadata", r"\.metadata"), ("meta.pt", r"meta\.pt"), ("*.distcp", "shards")]
+)
 def test_what_was_cut_off_is_named_in_one_line(name, said, left, tmp_path):
     fit(2, each(tmp_path / "ck"))
     (file,) = (tmp_path / "ck/2.ckpt").glob(name)

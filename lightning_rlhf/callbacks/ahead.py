@@ -6,8 +6,8 @@
 So responses are one update behind the policy that they train, which `losses.Correction` weighs. They depend on nothing that the
 thread does beside them: a run is the same however fast either is, and the same as without a thread.
 
-A checkpoint waits for them and holds them, those of all ranks by what they answer (`keys`): the weights that drew them are gone when
-it is read again. A run that goes on with other prompts or draws in another way leaves them alone.
+A checkpoint waits for them and holds them, those of all ranks by what they answer (`keys`): the weights that drew them are gone
+when it is read again. A run that goes on with other prompts or draws in another way leaves them alone.
 """
 
 from __future__ import annotations

@@ -224,8 +224,8 @@ class IterationCheckpoint(ModelCheckpoint):
         if self._ending or not trainer.enable_validation or trainer.fit_loop.epoch_loop.val_loop._has_run:
             known = ", ".join(sorted(candidates.keys() - {"epoch", "step"})) or "those that are logged"
             rank_zero_warn(
-                f"IterationCheckpoint(monitor={self.monitor!r}): no such metric was logged, so no checkpoint is ranked and at most"
-                f" the latest is kept, as 'last': set monitor to one of {known}"
+                f"IterationCheckpoint(monitor={self.monitor!r}): no such metric was logged, so no checkpoint is ranked and at"
+                f" most the latest is kept, as 'last': set monitor to one of {known}"
             )
 
     @contextmanager

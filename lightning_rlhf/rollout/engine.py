@@ -107,6 +107,8 @@ class RolloutEngine(ABC):
     engine holds, or -1 when it holds none that may be used: `generate` must then raise instead of producing noise.
     """
 
+    context: EngineSetup
+    """Of the run that it was last set up for."""
     tensor_parallel_size: int = 1
     weight_version: int = -1
     memory_settings: str = "what rollout.engine holds"
