@@ -212,14 +212,23 @@ class Save(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def fit(iterations: int, *callbacks: pl.Callback, ckpt_path: Path | None = None, devices: int = 1, sp: int = 1) -> Any:
+def filtering() -> RolloutCallback:
+    sampling = Sampling(num_generations=2, max_completion_length=2)
+    return RolloutCallback(sampling=sampling, filter_groups=FilterGroups())
+
+
+def fit(
+    iterations: int,
+    *callbacks: pl.Callback,
+    ckpt_path: Path | None = None,
+    devices: int = 1,
+    sp: int = 1,
+    rollout: RolloutCallback | None = None,
+) -> Any:
     """(module, its weights at the end): 8 prompts an iteration, two short responses each."""
     torch.set_num_threads(1)
     pl.seed_everything(1, verbose=False)
-    module = Watched()
-    rollout = RolloutCallback(
-        sampling=Sampling(num_generations=2, max_completion_length=2), filter_groups=FilterGroups()
-    )
+    module, rollout = Watched(), rollout or filtering()
     strategy = FSDPUlyssesStrategy(sequence_parallel_size=sp)
     trainer = quiet_trainer(
         rollout, *callbacks, max_steps=iterations, devices=devices, strategy=strategy, enable_checkpointing=False
@@ -241,6 +250,17 @@ def test_every_group_teaches_no_prompt_is_skipped_and_a_resumed_run_is_the_same(
     assert rest.scored == whole.scored[-len(rest.scored) :]
     assert rest.trained == whole.trained[2:]
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+
+
+@pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
+def test_a_callback_that_has_been_through_a_run_begins_the_next_one_anew():
+    rollout = filtering()
+    first, weights = fit(2, rollout=rollout)
+    assert len(first.scored) > 2
+    second, again = fit(2, rollout=rollout)
+    assert second.scored == first.scored
+    assert second.trainer.callback_metrics["reward/mean"] == first.trainer.callback_metrics["reward/mean"]
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
 def _rank(rank: int, sp: int) -> Any:

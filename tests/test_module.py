@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from pyarrow.parquet import read_table
-from toys import TINY_MODULE, even_tokens, fit, recipe
+from toys import TINY_MODULE, even_tokens, fit, quiet_trainer, recipe
 
 from lightning_rlhf import (
     KL,
@@ -120,6 +120,17 @@ def test_metrics_that_are_not_measured_in_an_iteration_are_not_repeated(tmp_path
     rows = fit(GRPOLightningModule(**COMMON), tmp_path, 4, {"log_probs_every": 2, "verify_sync_every": 3})
     assert ["rollout/logprob_diff_mean" in row for row in rows] == [True, False, True, False]
     assert [row.get("rollout/checksum_ok") for row in rows] == [1.0, None, None, 1.0]
+
+
+def test_the_first_sync_of_each_run_is_verified(tmp_path):
+    rollout = RolloutCallback(sampling=Sampling(num_generations=4, max_completion_length=6))
+    verified = []
+    for _ in range(2):
+        trainer = quiet_trainer(rollout, max_steps=1, enable_checkpointing=False)
+        data = PromptDataModule(path="toys.prompts", batch_size=16, max_prompt_length=32)
+        trainer.fit(GRPOLightningModule(**COMMON), datamodule=data)
+        verified.append(trainer.callback_metrics.get("rollout/checksum_ok"))
+    assert verified == [1.0, 1.0]
 
 
 def test_truncated_responses_teach_nothing_when_they_are_masked(tmp_path):

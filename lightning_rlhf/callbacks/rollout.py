@@ -237,6 +237,8 @@ class RolloutCallback(pl.Callback):
             self._ahead.load(state_dict["ahead"])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.fit_loop.total_batch_idx < 0:  # from the start, whatever run this callback has been through
+            self._further_rounds = 0
         option = "async_level: 1" if self.async_level else "filter_groups" if self.filter_groups is not None else None
         if option and not hasattr(trainer.train_dataloader, "batch_at"):
             raise ValueError(

@@ -43,13 +43,13 @@ class RolloutSteps:
 
     def __init__(self, rollout: RolloutCallback) -> None:
         self.rollout, self.host = rollout, HostMemory()
-        self._syncs = 0
         self.longest: dict[int, int] = {}  # response to the prompt of a row, when it came last; equal on every rank
 
     def begin(self, module: RLHFLightningModule, context: int) -> None:
         """The engine is set up for ``module``, and holds sequences of ``context`` tokens."""
         self.module, self.context, self.engine = module, context, self.rollout.engine
         self.engine.weight_version = -1  # it may hold the weights of another module
+        self._syncs = 0
         self.host = HostMemory()  # its buffers are those of one module
         sp, tp = module.strategy.sequence_parallel_size, self.engine.tensor_parallel_size
         size = pool_size(sp, tp)
