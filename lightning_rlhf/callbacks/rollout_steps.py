@@ -113,12 +113,16 @@ class RolloutSteps:
                 for _ in weights:  # the other ranks need this one's shards to get as far
                     pass
                 raise
-            held = self.engine.checksum() if verify else None
-            if sent is not None and held is not None:
-                if held != sent.checksum:
+        if sent is not None:
+            with self.step(
+                "sync", "checksum"
+            ):  # of its own: a rank that could not load must not miss the engine's exchange
+                held = self.engine.checksum()
+                if held is not None and held != sent.checksum:
                     raise RuntimeError(
                         "the engine does not hold the weights that were sent to it: its checksum differs"
                     )
+            if held is not None:
                 module.extra_metrics["rollout/checksum_ok"] = 1.0
 
     def generate(
