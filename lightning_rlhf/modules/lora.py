@@ -219,7 +219,7 @@ def _check_names(model: nn.Module, lora: LoRA) -> None:
     for key, wanted in (("target_modules", targets), ("modules_to_save", lora.modules_to_save or [])):
         lost = [w for w in wanted if not any(_is_called(name, w) for name, _ in modules)]
         if lost:
-            linear = {n.rpartition(".")[2] for n, m in modules if isinstance(m, nn.Linear) and m is not head}
+            linear = {n.rpartition(".")[2] for n, m in modules if isinstance(m, nn.Linear | Conv1D) and m is not head}
             raise ValueError(
                 f"model.lora.{key}: no module is called {', '.join(lost)}; linear layers: {', '.join(sorted(linear))}"
             )
