@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -118,8 +118,16 @@ class RolloutEngine(ABC):
     def setup(self, context: EngineSetup) -> None:
         """Build the engine. Called before each run, with an empty device and after the process group is up.
 
-        One that is there is kept if it `EngineSetup.serves` the run, and built anew otherwise.
+        One that is there is kept if it can do the work of the run, and built anew otherwise: see `keeps`.
         """
+
+    def keeps(self, context: EngineSetup) -> bool:
+        """Go on with the engine that is there if it `EngineSetup.serves` the next run, else close it."""
+        if not self.context.serves(context):
+            self.close()
+            return False
+        self.context = replace(context, max_model_len=self.context.max_model_len)
+        return True
 
     @abstractmethod
     def wake(self, tags: Sequence[str]) -> None:

@@ -52,11 +52,8 @@ class TransformersEngine(RolloutEngine):
         self._asleep: set[str] = set()
 
     def setup(self, context: EngineSetup) -> None:
-        if self.model is not None:
-            if self.context.serves(context):
-                self.context = replace(context, max_model_len=self.context.max_model_len)
-                return
-            self.close()
+        if self.model is not None and self.keeps(context):
+            return
         self.context = context
         dtype = context.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
         config = load_config(context.model, context.config_overrides, context.trust_remote_code)

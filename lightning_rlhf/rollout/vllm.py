@@ -22,7 +22,6 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -133,11 +132,8 @@ class VLLMEngine(RolloutEngine):
             ImportError: vLLM is missing or its version is not supported.
             ValueError: plain sync on the CPU, or processes that do not divide into engines.
         """
-        if self.llm is not None:
-            if self.context.serves(context):
-                self.context = replace(context, max_model_len=self.context.max_model_len)
-                return
-            self.close()
+        if self.llm is not None and self.keeps(context):
+            return
         check_version(version_installed())
         if self.sync == "plain" and context.device.type == "cpu":
             raise ValueError(
