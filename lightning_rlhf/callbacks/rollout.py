@@ -149,8 +149,9 @@ class RolloutCallback(pl.Callback):
         iteration, prompts = trainer.fit_loop.total_batch_idx, batch["prompts"]
         measured = self.log_probs_every > 0 and iteration % self.log_probs_every == 0
         log_probs = measured or module.correction is not None
-        if self.async_level and self._is_there(iteration, prompts, self.sampling.num_generations + module.needs_greedy):
-            taken = self._ahead.take(keys(prompts, self.sampling))
+        asked = keys(prompts, self.sampling) if self.async_level else []
+        if self.async_level and self._is_there(iteration, asked, self.sampling.num_generations + module.needs_greedy):
+            taken = self._ahead.take(asked)
             batch["rollout"] = Rollout.build(prompts, taken, self.sampling, module.needs_greedy)
             module.extra_metrics |= {"rollout/staleness": 1.0, "rollout/ahead_s": self._ahead.seconds}
         else:
@@ -197,12 +198,12 @@ class RolloutCallback(pl.Callback):
         rollout, scores = rounds.result()
         return {"prompts": rollout.prompts, "rollout": rollout, "scores": scores}
 
-    def _is_there(self, iteration: int, prompts: Prompts, each: int) -> bool:
+    def _is_there(self, iteration: int, asked: list[int], each: int) -> bool:
         """Whether the responses of this iteration were generated beside the last one's update."""
         self._settle()
         if self._ahead.iteration != iteration:
             return False
-        everywhere = all(self._all_gather(self._ahead.has(keys(prompts, self.sampling), each)))
+        everywhere = all(self._all_gather(self._ahead.has(asked, each)))
         if not everywhere:  # resumed with other data, another sampling, or other numbers of responses
             self._ahead.clear()
         return everywhere

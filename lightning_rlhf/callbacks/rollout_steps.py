@@ -114,9 +114,8 @@ class RolloutSteps:
                     pass
                 raise
         if sent is not None:
-            with self.step(
-                "sync", "checksum"
-            ):  # of its own: a rank that could not load must not miss the engine's exchange
+            # a step of its own: a rank that could not load must not miss the engine's exchange
+            with self.step("sync", "checksum"):
                 held = self.engine.checksum()
                 if held is not None and held != sent.checksum:
                     raise RuntimeError(
