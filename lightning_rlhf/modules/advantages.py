@@ -104,9 +104,9 @@ def grpo(
     Returns:
         Advantages, the same at each token of a response; and the same tensor as returns.
     """
-    centred, deviation, _size = _centred_scores(rewards, mask, groups)
+    scores, valid = _scores(rewards, mask)
+    centred, deviation, _size = group_statistics(scores, groups, valid)
     if std == "batch":
-        scores, valid = _scores(rewards, mask)
         deviation = group_statistics(scores, torch.zeros_like(groups), valid)[1]
     return _per_token(centred / (deviation + EPSILON), rewards, mask)
 

@@ -35,11 +35,12 @@ def function_named(name: str | Callable[..., Any], module: ModuleType, key: str)
 def check_options(function: Callable[..., Any], given: Mapping[str, Any], own: Collection[str], key: str) -> None:
     """Raise ValueError if ``given`` has a name that ``function`` does not list, or one that the module hands over (``own``), or a
     value that its annotation excludes; or if ``function`` does not take whatever else it is handed."""
-    if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()):
+    parameters = inspect.signature(function).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         raise ValueError(
             f"{key.removesuffix('_args')}: {function.__name__} must end in **_, since it is handed more than it lists"
         )
-    listed = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    listed = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
     options = [name for name in listed if name not in own]
     for name in given:
         if name not in options:

@@ -69,10 +69,12 @@ def check_shapes(
             shapes.update({name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()})  # noqa: SIM118
     wrong = []
     for names, parameter in parameters_with_names(model):
+        if names[0] in skip:
+            continue
         known = [k for name in names if (k := _known_as(hf_name(name), stored)) in stored]
-        if names[0] not in skip and not known:
+        if not known:
             return
-        if names[0] not in skip and shapes[known[0]] != tuple(parameter.shape):
+        if shapes[known[0]] != tuple(parameter.shape):
             wrong.append(f"{known[0]} is {shapes[known[0]]} and must be {tuple(parameter.shape)}")
     if wrong:
         raise ValueError(
@@ -198,9 +200,8 @@ def _full_state(
         trust_remote_code=settings.trust_remote_code,
         output_loading_info=True,
     )
-    source = {
-        name: t for name, t in model.state_dict().items() if name not in report["missing_keys"]
-    }  # those are random
+    random = report["missing_keys"]
+    source = {name: tensor for name, tensor in model.state_dict().items() if name not in random}
     own = {n: p.dtype for n, p in root.named_parameters(remove_duplicate=False) if not n.startswith(skip or ("\0",))}
     lost = sorted(n for n in own if hf_name(n) not in source)
     if lost:

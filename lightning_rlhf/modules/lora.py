@@ -212,7 +212,8 @@ def _check_names(model: nn.Module, lora: LoRA) -> None:
     from transformers.pytorch_utils import Conv1D
 
     tower = re.compile(TOWER) if is_vision_language(model.config) else None
-    modules = [(n, m) for n, m in model.named_modules() if not (tower and tower.fullmatch(n))]
+    inside = [name for name, _ in model.named_modules() if tower and tower.fullmatch(name)]
+    modules = [(name, module) for name, module in model.named_modules() if name not in inside]
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     ends = [name for name, module in modules if module is head or module is embeddings]
     targets = [] if lora.target_modules == "all-linear" else lora.target_modules
@@ -223,7 +224,6 @@ def _check_names(model: nn.Module, lora: LoRA) -> None:
             raise ValueError(
                 f"model.lora.{key}: no module is called {', '.join(lost)}; linear layers: {', '.join(sorted(linear))}"
             )
-    inside = [name for name, _ in model.named_modules() if tower and tower.fullmatch(name)]
     for saved in lora.modules_to_save or ():  # peft saves whatever has a name that ends so
         if both := next((name for name in inside if name.endswith(saved)), None):
             own = next(name for name, _ in modules if _is_called(name, saved))
