@@ -15,25 +15,16 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from test_vllm_engine import pytestmark as needs_vllm
 
 from lightning_rlhf.rollout import vllm_process
 from lightning_rlhf.rollout.engine import EngineSetup
-from lightning_rlhf.rollout.vllm import VLLMEngine, version_installed
+from lightning_rlhf.rollout.vllm import VLLMEngine
 from lightning_rlhf.rollout.vllm_scheduler import ShortSteps
 from lightning_rlhf.tiny import tiny_model
 from lightning_rlhf.types import Sampling
 
-try:
-    version_installed()
-    missing = False
-except ImportError:
-    missing = True
-
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(missing, reason="vLLM is not installed"),
-    pytest.mark.filterwarnings("ignore"),  # its imports warn about deprecations of others
-]
+pytestmark = needs_vllm
 
 EOS, STOP = 1, 2
 SEQUENCES = 12

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_vllm_engine import GREEDY, assert_same, missing, named, oracle, policy, setup
+from test_vllm_engine import GREEDY, assert_same, named, oracle, policy, setup
+from test_vllm_engine import pytestmark as needs_vllm
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,12 +23,7 @@ from lightning_rlhf.rollout.vllm import VLLMEngine
 from lightning_rlhf.rollout.weights import gather, with_checksum
 from lightning_rlhf.tiny import tiny_model
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.skipif(missing, reason="vLLM is not installed"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [*needs_vllm, pytest.mark.slow]
 
 
 def build(**changes: object) -> VLLMEngine:
