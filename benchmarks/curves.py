@@ -106,13 +106,16 @@ def our_command(recipe: str, seed: int, a: argparse.Namespace, folder: Path) -> 
 
 
 def read_ours(folder: Path) -> list[Point]:
-    """The curve out of what a run logged: held-out accuracy, and the seconds of the iteration before."""
-    points, seconds = [], 0.0
+    """The curve out of what a run logged: held-out accuracy, and the median seconds of an iteration since the last one."""
+    points: list[Point] = []
+    seconds: list[float] = []
     with open(folder / "metrics.csv") as file:
         for row in csv.DictReader(file):
-            seconds = float(row.get("timing_s/step") or seconds)
+            if took := row.get("timing_s/step"):
+                seconds.append(float(took))
             if accuracy := row.get("val/heldout/reward"):
-                points.append({"accuracy": float(accuracy), "seconds": seconds})
+                points.append({"accuracy": float(accuracy), "seconds": median(seconds or [0.0])})
+                seconds = []
     return points
 
 

@@ -105,6 +105,7 @@ def our_command(a: argparse.Namespace, model: Path, data: Path, folder: Path) ->
         "trainer.accelerator": a.device,
         "trainer.devices": a.devices,
         "trainer.max_steps": a.steps,
+        "trainer.enable_checkpointing": False,
         "trainer.logger.init_args.save_dir": folder.parent,
         "trainer.logger.init_args.name": "",
         "trainer.logger.init_args.version": folder.name,

@@ -15,6 +15,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ class Validation(TrainerCallback):
     def __init__(self, tokenizer: Any, spec: dict[str, Any]) -> None:
         self.tokenizer, self.spec, self.rows = tokenizer, spec, addition.heldout()
         self.points: list[dict[str, float]] = []
-        self.seconds, self.since = 0.0, time.perf_counter()
+        self.seconds: list[float] = []
+        self.since = time.perf_counter()
 
     @torch.no_grad()
     def accuracy(self, model: Any) -> float:
@@ -59,9 +61,10 @@ class Validation(TrainerCallback):
             return
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - self.since
+        self.seconds.append(time.perf_counter() - self.since)
         if iteration % self.spec["every"] == 0:
-            self.points.append({"accuracy": self.accuracy(model), "seconds": seconds})
+            self.points.append({"accuracy": self.accuracy(model), "seconds": median(self.seconds)})
+            self.seconds = []
         self.since = time.perf_counter()
 
 
