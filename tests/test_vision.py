@@ -338,7 +338,7 @@ def test_a_run_with_pictures_is_planned(folder, capsys):
 @pytest.mark.parametrize("engine", ["TransformersEngine", "VLLMEngine"])
 def test_engine_and_trainer_agree_on_pictures_on_a_gpu(engine, tmp_path):
     folder = write_vlm(tmp_path, "qwen2_5_vl", tied=False, noise=0.02)
-    little = {"gpu_memory_utilization": 0.1} if engine == "VLLMEngine" else {}  # tests beside it have the GPU, too
+    little = {"kv_cache_memory_bytes": 1 << 28} if engine == "VLLMEngine" else {}  # tests beside it have the GPU, too
     one: RolloutEngine = getattr(importlib.import_module("lightning_rlhf.rollout"), engine)(**little)
     try:
         for frozen in (True, False):  # a process has room for one engine, which serves both runs

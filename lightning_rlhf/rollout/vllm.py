@@ -34,6 +34,7 @@ from lightning_rlhf.rollout.engine import EngineMemory, EngineSetup, NamedTensor
 from lightning_rlhf.rollout.vllm_process import (
     check_version,
     claim_process,
+    destroy_groups,
     forget_stream,
     fork_rng,
     gather_ranks,
@@ -160,7 +161,12 @@ class VLLMEngine(RolloutEngine):
                 keep_off_shared_memory()
 
             with high_priority_streams() if context.beside else nullcontext():
-                self.llm = LLM(**self._llm_arguments(context))
+                try:
+                    self.llm = LLM(**self._llm_arguments(context))
+                except BaseException:
+                    if self.tensor_parallel_size == 1:  # else other ranks may be stuck in a collective of these groups
+                        destroy_groups(owns_default_group=self._owns_process_group)
+                    raise
         self._asleep = set()
         self._worker = self.llm.llm_engine.model_executor.driver_worker.worker
         self._config = self._worker.vllm_config

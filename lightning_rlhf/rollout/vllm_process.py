@@ -305,10 +305,15 @@ def claim_process(owns_default_group: bool) -> None:
 
 
 def shut_down(llm: Any, owns_default_group: bool) -> None:
-    """Stop an in-process engine and destroy vLLM's own process groups, and the default one if vLLM made it."""
+    """Stop an in-process engine and destroy what `destroy_groups` does."""
+    llm.llm_engine.engine_core.shutdown()
+    destroy_groups(owns_default_group)
+
+
+def destroy_groups(owns_default_group: bool) -> None:
+    """Destroy vLLM's own process groups, and the default one if vLLM made it."""
     import vllm.distributed.parallel_state as parallel_state
 
-    llm.llm_engine.engine_core.shutdown()
     parallel_state.destroy_model_parallel()
     if owns_default_group:
         parallel_state.destroy_distributed_environment()

@@ -154,6 +154,17 @@ def test_without_weights_generating_is_an_error(engine: VLLMEngine) -> None:
         engine.generate([[5]], GREEDY, seeds=[0])
 
 
+def test_a_start_that_fails_leaves_room_for_the_next() -> None:
+    close_running()
+    engine = VLLMEngine(kv_cache_memory_bytes=1 << 10)
+    with process_state_kept(), pytest.raises(ValueError, match="memory for the cache"):
+        engine.setup(setup())
+    assert not dist.is_initialized()
+    engine.kv_cache_memory_bytes = 16 << 20
+    engine.setup(setup())
+    engine.close()
+
+
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_sleep_wake_and_sync_twice_give_the_new_weights_output(engine: VLLMEngine, level: int) -> None:
     outputs = []
