@@ -36,28 +36,33 @@ def check_isolation(
         role: of the model, for the log.
 
     Returns:
-        relative change of a sequence's hidden states between two streams: rounding errors.
+        the larger relative change of a sequence's hidden states: of a stream of the same lengths with other tokens around it,
+        where only experts of changed sizes round differently, and of another place in another stream, where all kernels may.
 
     Raises:
-        NotImplementedError: it is more than that.
+        NotImplementedError: it is more than rounding errors.
     """
-    a, b, tail, c = (_tokens(root, n, seed) for seed, n in enumerate((11, 9, 3, 14)))
+    a, b, c, d, e = (_tokens(root, n, seed) for seed, n in enumerate((11, 9, 14, 11, 14)))
+    tail, other = _tokens(root, 3, 5), _tokens(root, 3, 6)
     states: list[Tensor] = []
     hook = root.decoder.register_forward_hook(lambda _, args, output: states.append(output.last_hidden_state[0]))
     devices = [strategy.root_device] if strategy.root_device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices):
-            for sequences in ([a, b], [c, torch.cat([b, tail]), a]):
+            for sequences in ([a, torch.cat([b, tail]), c], [d, torch.cat([b, other]), e], [c, b, a]):
                 forward(_packed(sequences, strategy))
     finally:
         hook.remove()
         strategy.reshard(root)
-    one, other = (gather_sequence(piece, strategy.sp_group).float() for piece in states)
-    one, other = one[len(a) :][: len(b)], other[len(c) :][: len(b)]
-    change = (one - other).norm() / one.norm().clamp_min(1e-12)
-    largest = strategy.all_reduce_dp(change, "max").item()
-    kind = type(root.model).__name__
-    if not largest <= (1e-3 if states[0].dtype == torch.float32 else 0.1):
+    one, beside, elsewhere = (
+        gather_sequence(piece, strategy.sp_group).float()[start:][: len(b)]
+        for piece, start in zip(states, (len(a), len(d), len(c)), strict=True)
+    )
+    changes = torch.stack([(one - same).norm() for same in (beside, elsewhere)]) / one.norm().clamp_min(1e-12)
+    changes = strategy.all_reduce_dp(changes, "max").cpu()
+    kind, largest = type(root.model).__name__, changes.max().item()
+    exact = states[0].dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    if not (changes <= torch.tensor([1e-3, 1e-3] if exact else [0.1, 0.3])).all():
         raise NotImplementedError(
             f"{kind} cannot be packed: the hidden states of a sequence change by {largest:.1e} with its neighbours and with later"
             " tokens. Some layer mixes tokens outside attention (or is random in training): train another model"
