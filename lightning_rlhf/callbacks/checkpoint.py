@@ -40,6 +40,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_rlhf import storage
+from lightning_rlhf.callbacks.disk import warn_of_little_space
 from lightning_rlhf.callbacks.manifest import write_manifest
 
 T = TypeVar("T")
@@ -142,6 +143,8 @@ class IterationCheckpoint(ModelCheckpoint):
         folder = trainer.log_dir if trainer.loggers else None  # a collective: all ranks
         if trainer.is_global_zero and hasattr(pl_module, "description") and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             write_manifest(trainer, pl_module, [f for f in (self.dirpath, folder) if f is not None])
+            if self.save_top_k and _is_local_file_protocol(str(self.dirpath)):
+                warn_of_little_space(pl_module, str(self.dirpath), self.save_top_k, self.save_weights_only)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         with _ignored("The dirpath has changed from"):  # as it does with each new version of a logger's folder
