@@ -259,6 +259,27 @@ def test_without_a_plan_a_run_is_as_usual(tmp_path, monkeypatch):
     assert engine.levels == {2}
 
 
+@pytest.mark.parametrize(("memory", "warned"), [(GIB, 0), (1000, 1)])
+def test_a_host_without_room_for_what_is_parked_there_is_told_of(memory, warned, tmp_path, monkeypatch, recwarn):
+    module = GRPOLightningModule(**TINY_MODULE, reward=[even_tokens])
+    monkeypatch.setattr(planning, "device_memory", lambda device: 8 * GIB)
+    monkeypatch.setattr(planning, "host_memory", lambda: memory)
+    fit(module, tmp_path, 1, {"engine": Counting(), "sleep_level": 2, "offload_optimizer": True})
+    lines = [str(w.message) for w in recwarn if "park" in str(w.message)]
+    assert len(lines) == warned
+    assert all("(optimizer 0): leave an offload" in line for line in lines)
+
+
+def test_the_memory_of_a_control_group_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(planning, "CONTROL_GROUPS", ())
+    whole = planning.host_memory()
+    assert whole > GIB
+    for content, expected in (("max", whole), ("123456\n", 123456), (str(2 * whole), whole)):
+        (tmp_path / "limit").write_text(content)
+        monkeypatch.setattr(planning, "CONTROL_GROUPS", (tmp_path / "none", tmp_path / "limit"))
+        assert planning.host_memory() == expected
+
+
 def chosen(rank: int, memory: list[int]) -> tuple[Rung, int]:
     planning.device_memory = lambda device: memory[rank]
     module, callback = GRPOLightningModule("random:tiny"), RolloutCallback(engine=VLLMEngine())

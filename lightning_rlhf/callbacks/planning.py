@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
@@ -10,12 +12,17 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_rlhf.plan import Plan, Run, make_plan, problems, read_run
 from lightning_rlhf.plan.checks import too_long
+from lightning_rlhf.plan.memory import GIB
 from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.sharing import engine_share
 
 if TYPE_CHECKING:
     from lightning_rlhf.callbacks.rollout import RolloutCallback
     from lightning_rlhf.modules.base import RLHFLightningModule
+
+
+CONTROL_GROUPS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Where Linux says what a container may use, by version of control groups."""
 
 
 def run_of(trainer: pl.Trainer, module: RLHFLightningModule, rollout: RolloutCallback) -> Run:
@@ -36,6 +43,13 @@ def run_of(trainer: pl.Trainer, module: RLHFLightningModule, rollout: RolloutCal
 def device_memory(device: torch.device) -> int:
     """Bytes of a GPU, 0 of anything else."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def host_memory() -> int:
+    """Bytes of this machine, or of the control group that the process is in."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found = [text for limit in CONTROL_GROUPS if limit.exists() and (text := limit.read_text().strip()).isdigit()]
+    return min([total, *map(int, found)])
 
 
 def plan_of(trainer: pl.Trainer, module: RLHFLightningModule, rollout: RolloutCallback, memory: int) -> Plan:
@@ -75,6 +89,12 @@ def choose_plan(trainer: pl.Trainer, module: RLHFLightningModule, rollout: Rollo
     if errors and stage == "fit":
         raise ValueError(errors[0])
     rank_zero_info(f"engine {plan.choice.reason}")
+    if (parked := sum(plan.host.values())) > (there := host_memory()):
+        parts = ", ".join(f"{name} {size / GIB:.0f}" for name, size in plan.host.items() if size)
+        rank_zero_warn(
+            f"the GPUs of a node park {parked / GIB:.0f} GiB in its memory, which has {there / GIB:.0f} ({parts}): leave an"
+            " offload, rollout.sleep_level: 1 or async_save out, or use more nodes"
+        )
     return plan
 
 
