@@ -61,7 +61,7 @@ def test_a_run_goes_on_where_its_checkpoint_was_written(kind, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_learns_and_so_does_its_adapter(kind, tmp_path):
     plain = learned(train(kind, tmp_path / "plain", 12)[1])
-    lora = learned(train(kind, tmp_path / "lora", 12, model={"lora": LoRA(r=4), "lr": 2e-2})[1])
+    lora = learned(train(kind, tmp_path / "lora", 12, model={"lora": LoRA(r=4), "lr": 2e-3})[1])
     for rows in (plain, lora):
         losses = [row["train/loss"] for row in rows if "train/loss" in row]
         assert losses[-1] < 0.95 * losses[0]
