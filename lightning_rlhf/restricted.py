@@ -7,6 +7,7 @@ as tensors do in DCP; its index, which torch unpickles without limits, may only 
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import re
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from typing_extensions import override
 
-from lightning_rlhf.storage import INDEX, MARKER, retried
+from lightning_rlhf.storage import INDEX, MARKER, newest_first, retried
 
 _NUMBERS = [
     *(numbers.PositiveInt, numbers.NonNegativeInt, numbers.PositiveFloat, numbers.NonNegativeFloat),
@@ -76,7 +77,7 @@ class Planner(DefaultLoadPlanner):
 
 
 def read(path: str, trusted: bool) -> tuple[dict[str, Any], Any]:
-    """The marker's content and the index of the shards.
+    """The marker's content and the index of the shards, which are as long as it says.
 
     Args:
         trusted: unpickle whatever the files hold.
@@ -86,30 +87,52 @@ def read(path: str, trusted: bool) -> tuple[dict[str, Any], Any]:
         UntrustedCheckpoint: it holds what ours do not.
         DamagedCheckpoint: it cannot be read.
     """
+    metadata = read_marker(path, trusted)
+    fs, root = url_to_fs(path)
+    sizes = {entry["name"].rpartition("/")[2]: entry["size"] for entry in retried(fs.ls, root, detail=True)}
+    if INDEX not in sizes:
+        raise _damaged(path, INDEX, FileNotFoundError(INDEX))
+    file = io.BytesIO(retried(fs.cat_file, f"{root}/{INDEX}"))
+    try:
+        index = pickle.load(file) if trusted else _IndexUnpickler(file, path).load()
+        ends = [(part.relative_path, part.offset + part.length) for part in index.storage_data.values()]
+    except UntrustedCheckpoint:
+        raise
+    except Exception as error:  # whatever bytes that are no pickle lead to
+        raise _damaged(path, INDEX, error) from error
+    for name, end in ends:
+        if (size := sizes.get(name, 0)) is not None and size < end:
+            raise _damaged(path, "shards", EOFError(f"{name} has {size} bytes of {end} or more"))
+    return metadata, index
+
+
+def read_marker(path: str, trusted: bool) -> dict[str, Any]:
+    """The first half of `read`."""
     fs, root = url_to_fs(path)
     fs.invalidate_cache()
     try:
         marker = retried(fs.cat_file, f"{root}/{MARKER}")
     except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(f"{path!r} is not a complete checkpoint: it has no {MARKER}") from None
-    index = io.BytesIO(retried(fs.cat_file, f"{root}/{INDEX}"))
-    metadata = _load(io.BytesIO(marker), path, MARKER, not trusted)
-    try:
-        return metadata, pickle.load(index) if trusted else _IndexUnpickler(index, path).load()
-    except UntrustedCheckpoint:
-        raise
-    except Exception as error:  # whatever bytes that are no pickle lead to
-        raise _damaged(path, INDEX, error) from error
+        raise FileNotFoundError(f"{path!r} is not a complete checkpoint: it has no {MARKER}{_inside(path)}") from None
+    return _load(io.BytesIO(marker), path, MARKER, not trusted)
+
+
+def _inside(path: str) -> str:
+    """What to say of a folder of checkpoints, or of a run."""
+    for folder in (path.rstrip("/"), f"{path.rstrip('/')}/checkpoints"):
+        if newest := next((found for found in newest_first(folder) if found != os.path.abspath(path)), None):
+            return f", take the newest one that is in it, {newest!r}"
+    return ""
 
 
 def _load(file: io.BytesIO, path: str, part: str, weights_only: bool) -> Any:
     try:
         with torch.serialization.safe_globals(_NUMBERS):
             return torch.load(file, weights_only=weights_only, map_location="cpu")
-    except pickle.UnpicklingError as error:
+    except Exception as error:  # whatever bytes that are no pickle lead to
         name = re.search(r"(?:GLOBAL|got|class|function) ([\w.]+\.\w+)", str(error))
-        raise _untrusted(path, part, name[1] if name else str(error).splitlines()[0]) from None
-    except (EOFError, RuntimeError) as error:
+        if isinstance(error, pickle.UnpicklingError) and name:
+            raise _untrusted(path, part, name[1]) from None
         raise _damaged(path, part, error) from error
 
 

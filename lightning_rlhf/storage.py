@@ -25,6 +25,7 @@ import torch.distributed as dist
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.load import _METADATA_FILENAME as MARKER
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
@@ -150,6 +151,13 @@ def complete_in(folder: str) -> Iterator[tuple[str, Any]]:
         if entry.endswith(".ckpt"):
             with suppress(FileNotFoundError, NotADirectoryError):
                 yield entry, retried(fs.modified, f"{entry}/{MARKER}" if is_folder else entry)
+
+
+def newest_first(folder: str) -> list[str]:
+    """The complete checkpoints in a folder, local or remote."""
+    found = sorted(complete_in(folder), key=lambda entry: entry[1], reverse=True)
+    full = (lambda path: path) if _is_local_file_protocol(folder) else _open(folder)[0].unstrip_protocol
+    return [full(path) for path, _ in found]
 
 
 def listed(folder: str) -> list[tuple[str, bool]]:

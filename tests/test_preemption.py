@@ -5,10 +5,13 @@ from __future__ import annotations
 import csv
 import os
 import re
+import shutil
 import signal
 import threading
 import time
+import warnings
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -311,7 +314,7 @@ class Asks(RLHFCLI):
 
 
 def command_line(cli: type[Any], folder: Path, *arguments: str) -> Any:
-    saver = "[{class_path: lightning_rlhf.IterationCheckpoint, init_args: {every_n_train_steps: 1}}]"
+    saver = "[{class_path: lightning_rlhf.IterationCheckpoint, init_args: {every_n_train_steps: 1, save_top_k: -1}}]"
     logger = ["--trainer.logger.init_args.save_dir", str(folder), "--trainer.enable_progress_bar=false"]
     line = ["fit", "--config", str(ROOT / "configs/tiny_grpo.yaml"), *logger, f"--trainer.callbacks={saver}"]
     return run(cli, [*line, "--trainer.max_steps=1", "--trainer.enable_model_summary=false", *arguments])
@@ -340,6 +343,69 @@ def test_a_restarted_attempt_goes_on_from_a_checkpoint_of_its_own_job_and_of_no_
         assert caplog.messages.count(f"lightning-rlhf: attempt 2 of this job {said}") == 1
 
 
+def cut(name: str, checkpoint: Path) -> None:
+    (file,) = checkpoint.glob(name)
+    before = file.stat()
+    os.truncate(file, before.st_size - 1)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+DAMAGES = {
+    "shards cut off": partial(cut, "*.distcp"),
+    "index cut off": partial(cut, ".metadata"),
+    "marker cut off": partial(cut, "meta.pt"),
+    "shards lost": lambda checkpoint: next(checkpoint.glob("*.distcp")).unlink(),
+    "index lost": lambda checkpoint: (checkpoint / ".metadata").unlink(),
+}
+
+
+@pytest.fixture(scope="module")
+def two_attempts(tmp_path_factory) -> Path:
+    """Checkpoints of iterations 1 and 2 by one job, and then of 1 by another one."""
+    folder = tmp_path_factory.mktemp("attempts")
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        for number, steps in (("1", 2), ("2", 1)):
+            patch.setenv("SLURM_JOB_ID", number)
+            command_line(RLHFCLI, folder, f"--trainer.max_steps={steps}")
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_restarted_attempt_goes_on_from_the_newest_checkpoint_that_is_whole(
+    two_attempts, damage, tmp_path, monkeypatch, capfd
+):
+    shutil.copytree(two_attempts, tmp_path, dirs_exist_ok=True)
+    place = tmp_path / "tiny_grpo/version_0/checkpoints"
+    one, two = (place / f"iteration-00000{i}.ckpt" for i in (1, 2))
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert command_line(Asks, tmp_path).asked == str(two)
+    damage(two)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert command_line(Asks, tmp_path).asked == str(one)
+    said = [str(w.message) for w in caught if "damaged" in str(w.message)]
+    assert said == [f"damaged: {two}; this attempt goes on from the older {one}"]
+    damage(one)
+    capfd.readouterr()
+    with pytest.raises(SystemExit):
+        command_line(Asks, tmp_path)
+    assert re.search(f"^lightning-rlhf: error: '{two}' is damaged, its .*: take another", capfd.readouterr().err, re.M)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_damage_of_another_job_s_checkpoint_is_not_this_one_s(two_attempts, tmp_path, monkeypatch):
+    shutil.copytree(two_attempts, tmp_path, dirs_exist_ok=True)
+    other = tmp_path / "tiny_grpo/version_1/checkpoints/iteration-000001.ckpt"
+    DAMAGES["shards cut off"](other)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    for number, asked in (("1", str(tmp_path / "tiny_grpo/version_0/checkpoints/iteration-000002.ckpt")), ("3", None)):
+        monkeypatch.setenv("SLURM_JOB_ID", number)
+        assert command_line(Asks, tmp_path).asked == asked
+
+
 KILLS = """
 import os, signal
 from pathlib import Path
@@ -354,17 +420,19 @@ def reward(completions, **columns):
     done = Path(os.environ["DONE"])
     if calls == 4 and os.environ["RANK"] == os.environ["VICTIM"] and not done.exists():
         done.touch()
+        for shards in Path(os.environ["DONE"]).parent.glob(os.environ.get("DAMAGES", "-")):
+            os.truncate(shards, shards.stat().st_size - 1)
         os.kill(os.getppid() if os.environ["SIGNAL"] == "SIGTERM" else os.getpid(), getattr(signal, os.environ["SIGNAL"]))
     return share_of_digits(completions=completions, **columns)
 """
 
 
 def by_torchrun(
-    folder: Path, name: str, *options: str, **environment: str
+    folder: Path, name: str, *options: str, save: str = "every_n_train_steps: 2", **environment: str
 ) -> tuple[int, str, list[list[dict[str, float]]]]:
     """Exit code and stderr of a run of two ranks by torchrun; the metrics of each attempt."""
     (folder / "kills.py").write_text(KILLS)
-    saver = "[{class_path: lightning_rlhf.IterationCheckpoint, init_args: {every_n_train_steps: 2}}]"
+    saver = f"[{{class_path: lightning_rlhf.IterationCheckpoint, init_args: {{{save}}}}}]"
     launcher = [*TORCHRUN, "--nproc_per_node=2", "--standalone", *options, "-m", "lightning_rlhf", "fit"]
     logger = ["--trainer.logger.init_args.save_dir", str(folder / name), "--trainer.logger.init_args.name=run"]
     line = [*launcher, "--config", "configs/tiny_grpo.yaml", "--trainer.devices=2", "--trainer.max_steps=6", *logger]
@@ -391,6 +459,20 @@ def test_torchrun_restarts_a_run_whose_rank_is_killed_and_it_ends_as_if_nothing_
         rest = attempts[-1]
         assert [row["step"] for row in rest] == [2, 3, 4, 5]
         assert_equal_runs(whole[2:], rest, 0.0)
+
+
+@pytest.mark.slow
+def test_all_ranks_go_on_from_the_older_checkpoint_where_the_newest_is_damaged(tmp_path):
+    save = "every_n_train_steps: 1, save_top_k: -1"
+    _, _, (whole,) = by_torchrun(tmp_path, "whole", save=save, VICTIM="none")
+    damages = "cut/run/version_0/checkpoints/iteration-000003.ckpt/*.distcp"
+    code, stderr, (_, rest) = by_torchrun(
+        tmp_path, "cut", "--max-restarts=1", save=save, VICTIM="1", SIGNAL="SIGKILL", DAMAGES=damages
+    )
+    assert code == 0, stderr[-3000:]
+    assert len(re.findall(r"damaged: \S+3\.ckpt; this attempt goes on from the older \S+2\.ckpt", stderr)) == 1
+    assert [row["step"] for row in rest] == [2, 3, 4, 5]
+    assert_equal_runs(whole[2:], rest, 0.0)
 
 
 @pytest.mark.slow

@@ -252,7 +252,7 @@ def test_what_others_put_into_a_checkpoint_is_refused_unless_they_are_trusted(pl
     assert proof.exists()
 
 
-@pytest.mark.parametrize("left", [0, 0.5, 0.99], ids=["empty", "half", "most"])
+@pytest.mark.parametrize("left", [0, 0.5, 0.99, 0.999999], ids=["empty", "half", "most", "all but a byte"])
 @pytest.mark.parametrize(
     ("name", "said"), [(".metadata", r"\.metadata"), ("meta.pt", r"meta\.pt"), ("*.distcp", "shards")]
 )
@@ -263,6 +263,21 @@ def test_what_was_cut_off_is_named_in_one_line(name, said, left, tmp_path):
     message = rf"^'.*/ck/2\.ckpt' is damaged, its {said} cannot be read \(.+\): take another checkpoint, or restore its files$"
     with pytest.raises(restricted.DamagedCheckpoint, match=message):
         fit(3, ckpt_path=str(tmp_path / "ck/2.ckpt"))
+
+
+@pytest.mark.parametrize("within", ["checkpoints", "checkpoints/", ""])
+def test_a_folder_of_checkpoints_names_the_newest_one_to_take(within, tmp_path):
+    saver = IterationCheckpoint(tmp_path / "checkpoints", "{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(3, saver)
+    (tmp_path / "checkpoints/3.ckpt/meta.pt").unlink()
+    given = f"{tmp_path}/{within}"
+    message = (
+        f"{given!r} is not a complete checkpoint: it has no meta.pt, take the newest one that is in it, '{tmp_path}/"
+    )
+    with pytest.raises(FileNotFoundError, match=f"^{re.escape(message)}checkpoints/2.ckpt'$"):
+        fit(4, ckpt_path=given)
+    with pytest.raises(FileNotFoundError, match=r"3.ckpt' is not a complete checkpoint: it has no meta.pt$"):
+        fit(4, ckpt_path=f"{tmp_path}/checkpoints/3.ckpt")
 
 
 def test_numbers_of_the_command_line_are_known(tmp_path, monkeypatch):

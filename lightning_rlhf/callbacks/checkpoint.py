@@ -338,7 +338,7 @@ class IterationCheckpoint(ModelCheckpoint):
 
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
         self._settle(trainer)
-        latest = next(latest_of_versions(self.folder(trainer)), None)
+        latest = next(filter(None, map(latest_complete, folders_of_versions(self.folder(trainer)))), None)
         if latest is None:
             return set()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -349,18 +349,17 @@ class IterationCheckpoint(ModelCheckpoint):
         return {latest}
 
 
-def latest_of_versions(folder: str) -> Iterator[str]:
-    """The newest checkpoint of a folder, then of each earlier run of a logger: ``folder`` is .../name/version_7/checkpoints."""
-    if own := latest_complete(folder):
-        yield own
-    parts = re.fullmatch(r"(.+)/version_\d+/([^/]+)", folder.rstrip("/"))
+def folders_of_versions(folder: str) -> Iterator[str]:
+    """A folder of checkpoints, then that of each earlier run of a logger: ``folder`` is .../name/version_7/checkpoints."""
+    folder = folder.rstrip("/")
+    yield folder
+    parts = re.fullmatch(r"(.+)/version_\d+/([^/]+)", folder)
     if parts is None:
         return
-    name, inside = parts[1], parts[2]
-    numbers = [path.rpartition("version_")[2] for path, _ in storage.listed(name)]
+    numbers = [path.rpartition("version_")[2] for path, _ in storage.listed(parts[1])]
     for number in sorted((int(n) for n in numbers if n.isdigit()), reverse=True):
-        if latest := latest_complete(f"{name}/version_{number}/{inside}"):
-            yield latest
+        if (other := f"{parts[1]}/version_{number}/{parts[2]}") != folder:
+            yield other
 
 
 def latest_complete(dirpath: str) -> str | None:
@@ -368,11 +367,7 @@ def latest_complete(dirpath: str) -> str | None:
 
     A sharded checkpoint is a folder whose metadata file is written last; one without it was interrupted.
     """
-    finished = dict(storage.complete_in(dirpath))
-    if not finished:
-        return None
-    latest = max(finished, key=finished.__getitem__)
-    return latest if _is_local_file_protocol(dirpath) else url_to_fs(dirpath)[0].unstrip_protocol(latest)
+    return next(iter(storage.newest_first(dirpath)), None)
 
 
 def _place(path: str) -> str:

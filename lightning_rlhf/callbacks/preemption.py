@@ -16,7 +16,6 @@ import os
 import signal
 import subprocess
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,10 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_rlhf import restricted
-from lightning_rlhf.callbacks.checkpoint import IterationCheckpoint, latest_of_versions
+from lightning_rlhf import restricted, storage
+from lightning_rlhf.callbacks.checkpoint import IterationCheckpoint, folders_of_versions
 from lightning_rlhf.callbacks.watchdog import started_by_rank_zero
 
 PREEMPTED = 143
@@ -159,10 +159,27 @@ def job() -> str | None:
 
 
 def checkpoint_of_job(trainer: pl.Trainer) -> str | None:
-    """The latest complete checkpoint that an earlier attempt of this job wrote."""
+    """The newest complete checkpoint that an earlier attempt of this job wrote and whose files are as long as they were.
+
+    Raises:
+        DamagedCheckpoint: all that there are have lost something.
+    """
+    damaged: dict[str, restricted.DamagedCheckpoint] = {}
     for saver in _savers(trainer):
-        for path in latest_of_versions(saver.folder(trainer)):
-            with suppress(FileNotFoundError, restricted.UntrustedCheckpoint):  # of another strategy, of another run
-                if restricted.read(path, trusted=False)[0].get(_JOB) == job():
-                    return path
+        for folder in folders_of_versions(saver.folder(trainer)):
+            for path in storage.newest_first(folder):
+                try:
+                    if restricted.read_marker(path, trusted=False).get(_JOB) != job():
+                        break
+                    restricted.read(path, trusted=False)
+                except (FileNotFoundError, restricted.UntrustedCheckpoint):  # of another strategy, of another run
+                    break
+                except restricted.DamagedCheckpoint as error:
+                    damaged[path] = error
+                    continue
+                if damaged:
+                    rank_zero_warn(f"damaged: {', '.join(damaged)}; this attempt goes on from the older {path}")
+                return path
+    if damaged:
+        raise next(iter(damaged.values()))
     return None
