@@ -48,6 +48,7 @@ from lightning_rlhf.modules.training import TrainedModule
 from lightning_rlhf.plan.offline import plan_offline, precision_name
 from lightning_rlhf.plan.table import full, show
 from lightning_rlhf.precision import FSDP2Precision
+from lightning_rlhf.storage import SaveFailed
 from lightning_rlhf.supervised import SFTDataModule, SupervisedDataModule
 from lightning_rlhf.trial import table, try_run
 from lightning_rlhf.types import Sampling
@@ -398,7 +399,7 @@ def run(cli: type[CLI], args: Sequence[str] | None = None) -> CLI:
     """Parse the arguments and do what they say. Errors of the configuration end in one line.
 
     Set LIGHTNING_RLHF_TRACEBACK=1 to see where they come from. Errors after the first batch was reached are raised as they
-    are, with their traceback.
+    are, with their traceback, but for a last checkpoint that could not be written.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # your own module by class_path, as with `python -m`
@@ -418,7 +419,7 @@ def run(cli: type[CLI], args: Sequence[str] | None = None) -> CLI:
         MisconfigurationException,
         RuntimeError,
     ) as error:
-        if cli.progress.started or os.environ.get("LIGHTNING_RLHF_TRACEBACK"):
+        if os.environ.get("LIGHTNING_RLHF_TRACEBACK") or (cli.progress.started and not isinstance(error, SaveFailed)):
             raise
-        own = isinstance(error, RuntimeError | OSError) and not isinstance(error, FileNotFoundError)
+        own = isinstance(error, RuntimeError | OSError) and not isinstance(error, FileNotFoundError | SaveFailed)
         fail(f"{error}" or type(error).__name__, own=own)

@@ -129,6 +129,20 @@ def test_a_mistake_in_a_process_of_its_own_prints_no_traceback(tmp_path):
     assert done.stderr.strip().splitlines() == ["lightning-rlhf: error: model.lr: got -1, must be >0"]
 
 
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_last_checkpoint_that_cannot_be_written_ends_all_ranks_in_one_line(devices, tmp_path):
+    (tmp_path / "file").touch()
+    saver = f"[{{class_path: lightning_rlhf.IterationCheckpoint, init_args: {{dirpath: {tmp_path}/file}}}}]"
+    options = [*QUIET, f"--trainer.callbacks={saver}", "--trainer.max_steps=1", f"--trainer.devices={devices}"]
+    command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", str(CONFIGS / "tiny_grpo.yaml"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("lightning-rlhf: error")]
+    assert len(errors) == 1, errors
+    assert errors[0].startswith(f"lightning-rlhf: error: the checkpoint '{tmp_path}/file/iteration-000001.ckpt' could not")
+
+
 def parsed(*arguments: str):
     class Parsed(RLHFCLI):
         def instantiate_classes(self) -> None:
