@@ -525,6 +525,27 @@ def test_the_critic_takes_whole_names_and_leaves_out_the_head(tmp_path):
     assert trained == {*own, "lm_head.modules_to_save.default.weight"}
 
 
+@pytest.mark.parametrize("saved", [["norm"], ["model.norm"], ["norm", "mlp.down_proj"], ["0.input_layernorm"]])
+def test_modules_to_save_are_those_of_stock_peft(saved, tmp_path):
+    """It takes every module whose name ends so, in the middle of a word, too: norm is input_layernorm."""
+    folder, lora = save("untied", tmp_path), LoRA(r=2, target_modules=["q_proj"], modules_to_save=saved)
+    policy, _ = stock(Path(folder), lora)
+    wanted = {n.removeprefix("base_model.model.") for n, p in policy.named_parameters() if p.requires_grad}
+    assert {
+        n for n, _ in build_policy(ModelSettings(folder, lora=lora), strategy_of(1)).adapter.named_parameters()
+    } == wanted
+    norms = {n for n in wanted if "norm" in n}
+    assert len(norms) == {"norm": 9, "model.norm": 1, "0.input_layernorm": 1}[saved[0]]
+
+
+def test_a_rank_that_a_matrix_cannot_have_names_it(tmp_path):
+    settings = ModelSettings(save("untied", tmp_path), lora=LoRA(r=CONFIGS["untied"].hidden_size + 1))
+    message = r"model\.lora\.r: \d+ is more than the rank of (model\.)?layers\.0\.self_attn\.\w_proj can be, which is \d+ x \d+:"
+    for build in (build_policy, build_critic):
+        with pytest.raises(ValueError, match=message):
+            build(settings, strategy_of(1))
+
+
 def test_quantised_weights_are_refused(tmp_path):
     folder = save("tied", tmp_path)
     config = CONFIGS["tied"].__class__.from_pretrained(folder)
@@ -538,6 +559,9 @@ def test_wrong_options_are_refused_before_anything_is_built(exported, tmp_path):
     adapter = str(exported[2])
     with pytest.raises(ValueError, match=r"model.lora.dropout must be 0, got 0.1"):
         LoRA(dropout=0.1)
+    for options in ({"r": 0}, {"r": -4}, {"alpha": 0}):
+        with pytest.raises(ValueError, match=r"model\.lora\.r and model\.lora\.alpha must be at least 1, got"):
+            LoRA(**options)
     with pytest.raises(ValueError, match="must name linear layers, or be all-linear"):
         LoRA(target_modules=[])
     with pytest.raises(FileNotFoundError, match=r"must be a local folder with an adapter_config.json"):

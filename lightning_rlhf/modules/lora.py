@@ -43,7 +43,8 @@ class Adapter:
         part: what is used of the model, e.g. its backbone; the names in ``lora`` are those in the model all the same.
 
     Raises:
-        ValueError: names that no module has, or a module that would be trained although it is tied to another.
+        ValueError: names that no module has, a module that would be trained although it is tied to another, or a rank that a
+            matrix cannot have.
         NotImplementedError: a target that cannot be merged into the weights that engines get.
     """
 
@@ -197,6 +198,11 @@ def _layers(model: nn.Module) -> list[Any]:
     for name, layer in layers.items():
         if type(layer) is not Linear:
             raise _not_linear(name, layer.get_base_layer())
+        if (r := layer.r["default"]) > min(layer.in_features, layer.out_features):  # type: ignore[type-var]
+            raise ValueError(
+                f"model.lora.r: {r} is more than the rank of {name} can be, which is {layer.out_features} x {layer.in_features}:"
+                " lower it, or name other layers in model.lora.target_modules"
+            )
     return list(layers.values())
 
 

@@ -43,6 +43,8 @@ class LoRA:
     adapter: str | None = None
 
     def __post_init__(self) -> None:
+        if self.r < 1 or self.alpha < 1:
+            raise ValueError(f"model.lora.r and model.lora.alpha must be at least 1, got {self.r} and {self.alpha}")
         if self.dropout:
             raise ValueError(
                 f"model.lora.dropout must be 0, got {self.dropout}: log-probs of rollout and update are of one distribution"
