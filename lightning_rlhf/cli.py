@@ -335,7 +335,8 @@ def readable(message: str) -> str:
     text = text.replace("Expected a typing.Literal", "")
     # of an optional one the value is not in the reason
     value = re.compile(r"Not of type \w+: (\S*) ?does not conform to restriction v")
-    text = value.sub(lambda found: f"got {found[1] or given}, must be ", text).replace(" and v<", " and <")
+    text = value.sub(lambda found: f"got {found[1] or given}, must be ", text)
+    text = text.replace(">-inf and v<inf", "finite").replace("v<inf", "finite").replace(" and v<", " and <")
     return ": ".join([".".join(keys), text] if keys else [text]) + _suggestion(text)
 
 

@@ -21,6 +21,28 @@ MISTAKES = {
     "--model.lr=fast": "model.lr:",
     "--model.lr=-1": "model.lr: got -1, must be >0",
     "--model.lr=0": "model.lr: got 0, must be >0",
+    "--model.lr=inf": "model.lr: got inf, must be >0 and finite",
+    "--model.lr=nan": "model.lr: got nan, must be >0 and finite",
+    "--model.critic_lr=inf": "model.critic_lr: got inf, must be >0 and finite",
+    "--model.critic_lr=nan": "model.critic_lr: got nan, must be >0 and finite",
+    "--model.warmup_steps=-1": "model.warmup_steps: got -1, must be >=0",
+    "--model.warmup_steps=inf": "model.warmup_steps:",
+    "--model.min_lr_ratio=2": "model.min_lr_ratio: got 2, must be >=0 and <=1",
+    "--model.max_grad_norm=inf": "model.max_grad_norm: got inf, must be >0 and finite",
+    "--model.max_grad_norm=0": "model.max_grad_norm: got 0, must be >0 and finite",
+    "--model.clip_low=nan": "model.clip_low: got nan, must be >=0 and finite",
+    "--model.clip_high=inf": "model.clip_high: got inf, must be >=0 and finite",
+    "--model.clip_dual=.nan": "model.clip_dual must be above 1 and finite, or null to switch it off, got nan",
+    "--model.value_clip=inf": "model.value_clip: got inf, must be >0 and finite",
+    "--model.entropy_coef=inf": "model.entropy_coef: got inf, must be >=0 and finite",
+    "--model.kl={coef: .inf}": "model.kl.coef: got inf, must be >=0 and finite",
+    "--model.gamma=nan": "model.gamma: got nan, must be >=0 and <=1",
+    "--model.reward_weights=[.inf]": "model.reward_weights: got inf, must be finite",
+    "--model.val_success=nan": "model.val_success: got nan, must be finite",
+    "--model.advantage_args={length_alpha: .inf}": "model.advantage_args.length_alpha: got inf, must be >0 and finite",
+    "--model.optimizer={class_path: torch.optim.AdamW, init_args: {betas: [0.9, 1.5]}}": "model.optimizer: Invalid beta",
+    "--model.optimizer={class_path: torch.optim.AdamW, init_args: {betas: [.nan, 0.9]}}": "model.optimizer: Invalid beta",
+    "--model.optimizer={class_path: torch.optim.AdamW, init_args: {weight_decay: .inf}}": "weight_decay must be finite, got inf",
     "--model.target_kl=-1": "model.target_kl: got -1, must be >0",
     "--model.ema_decay=1.0": "model.ema_decay: got 1.0, must be >0 and <1",
     "--model.kl={coef: 0, refresh_every: 2}": "model.kl.refresh_every renews the reference, which needs model.kl.coef",
@@ -65,6 +87,8 @@ MISTAKES = {
     "--model.liger=true": "model.liger needs a CUDA device, got cpu: set it to false",
     "--model=no_such_package.Module": "model: No module named 'no_such_package'",
     "--model.lora.r=0": "model.lora.r: got 0, must be >0",
+    "--model.lora.alpha=0": "model.lora.alpha: got 0, must be >0",
+    "--model.lora.r=33": "model.lora.r: 33 is more than the rank of model.layers.0.self_attn.k_proj can be, which is 32 x 64:",
     "--model.lora.rank=8": "model.lora: Option 'rank' is not accepted",
     "--model.lora.dropout=0.1": "model.lora.dropout must be 0, got 0.1",
     "--model.lora.target_modules=q_proj": "must be one of ['all-linear'] or a list such as [q_proj], got q_proj",
@@ -126,7 +150,7 @@ def test_a_mistake_in_a_process_of_its_own_prints_no_traceback(tmp_path):
     command = [sys.executable, "-m", "lightning_rlhf", *PPO, "--model.lr=-1"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode != 0
-    assert done.stderr.strip().splitlines() == ["lightning-rlhf: error: model.lr: got -1, must be >0"]
+    assert done.stderr.strip().splitlines() == ["lightning-rlhf: error: model.lr: got -1, must be >0 and finite"]
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -140,7 +164,9 @@ def test_a_last_checkpoint_that_cannot_be_written_ends_all_ranks_in_one_line(dev
     assert "Traceback" not in done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("lightning-rlhf: error")]
     assert len(errors) == 1, errors
-    assert errors[0].startswith(f"lightning-rlhf: error: the checkpoint '{tmp_path}/file/iteration-000001.ckpt' could not")
+    assert errors[0].startswith(
+        f"lightning-rlhf: error: the checkpoint '{tmp_path}/file/iteration-000001.ckpt' could not"
+    )
 
 
 def parsed(*arguments: str):

@@ -467,3 +467,12 @@ def test_a_coefficient_stays_positive_however_many_responses_an_iteration_has():
 def test_a_target_needs_a_coefficient_to_start_with():
     with pytest.raises(ValueError, match=r"model\.kl\.target steers model\.kl\.coef, which must not start at 0"):
         KL(target=0.1)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1e-6, float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["lr", "critic_lr"])
+def test_a_rate_that_is_none_is_refused_before_a_model_is_built(name, rate, tmp_path):
+    module = PPOLightningModule(**TINY_MODULE | {"reward": [even_tokens], name: rate})
+    with pytest.raises(ValueError, match=rf"^model\.{name} must be above 0 and finite, got {rate}$"):
+        fit(module, tmp_path, 1)
+    assert module.actor is None

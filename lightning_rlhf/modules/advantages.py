@@ -34,8 +34,10 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
-from jsonargparse.typing import ClosedUnitInterval, PositiveFloat
+from jsonargparse.typing import ClosedUnitInterval
 from torch import Tensor
+
+from lightning_rlhf.modules.numbers import PositiveFloat
 
 EPSILON = 1e-6
 """Added to a group's standard deviation, so that rewards which differ by rounding do not become advantages of ±1."""

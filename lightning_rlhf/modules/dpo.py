@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
-from jsonargparse.typing import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from lightning_rlhf.flops import Passes
 from lightning_rlhf.modules.batching import MicroBatch
 from lightning_rlhf.modules.metrics import Metrics
+from lightning_rlhf.modules.numbers import NonNegativeFloat, PositiveFloat
 from lightning_rlhf.modules.preferences import LOSSES
 from lightning_rlhf.modules.supervised import SupervisedLightningModule
 from lightning_rlhf.modules.training import passes_of

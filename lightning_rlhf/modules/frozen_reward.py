@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_rlhf.conversations import Piece, tokenise, whole
 from lightning_rlhf.modules.batching import Split, example_batches
 from lightning_rlhf.modules.critic import Critic, build_critic
+from lightning_rlhf.modules.numbers import Finite
 from lightning_rlhf.modules.score_head import is_scored, scored_part
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.prompts import PromptEncoder
@@ -49,7 +50,7 @@ class FrozenRewardModel:
     """
 
     model: str
-    weight: float = 1.0
+    weight: Finite = 1.0
     chat_template: bool = False
     trust_remote_code: bool = False
 

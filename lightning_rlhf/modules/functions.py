@@ -65,6 +65,8 @@ def _check_value(value: Any, kind: Any, key: str) -> None:
         parser.parse_object({"value": value})
     except ArgumentError as error:
         bounds = re.search("restriction (.*)", str(error))
-        must = bounds[1].replace("v", "") if bounds else f"of type {getattr(kind, '__name__', kind)}"
+        must = f"of type {getattr(kind, '__name__', kind)}"
+        if bounds:
+            must = bounds[1].replace("v<inf", "finite").replace("v", "")
         must = " or ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else must
         raise ValueError(f"{key}: got {value!r}, must be {must}") from None

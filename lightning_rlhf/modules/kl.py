@@ -17,8 +17,10 @@ from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
-from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
+from jsonargparse.typing import PositiveInt
 from torch import Tensor
+
+from lightning_rlhf.modules.numbers import NonNegativeFloat, PositiveFloat
 
 KLKind = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
 

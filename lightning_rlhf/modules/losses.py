@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat
+from jsonargparse.typing import ClosedUnitInterval
 from torch import Tensor
 
 # found here, too: all that a loss is made of
@@ -41,6 +41,7 @@ from lightning_rlhf.modules.aggregation import token_weights as token_weights
 from lightning_rlhf.modules.kl import MAX_LOG_RATIO as MAX_LOG_RATIO
 from lightning_rlhf.modules.kl import KLKind as KLKind
 from lightning_rlhf.modules.kl import kl_estimate as kl_estimate
+from lightning_rlhf.modules.numbers import NonNegativeFloat, PositiveFloat
 
 PolicyLoss = tuple[Float[Tensor, "B T"], dict[str, Float[Tensor, "B T"]]]
 """Token losses and metrics, both 0 where masked. The arguments of all policy losses are those of `ppo`."""

@@ -9,13 +9,14 @@ that FSDP averages over, so results depend neither on the number of ranks nor on
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
+from jsonargparse.typing import PositiveInt
 from torch import Tensor, nn
 
 from lightning_rlhf.flops import Passes
@@ -28,6 +29,7 @@ from lightning_rlhf.modules.functions import check_options, function_named
 from lightning_rlhf.modules.kl import KL, kl_estimate
 from lightning_rlhf.modules.losses import OWN_AGGREGATION, SELECTIONS
 from lightning_rlhf.modules.metrics import Metrics
+from lightning_rlhf.modules.numbers import NonNegativeFloat, PositiveFloat
 from lightning_rlhf.modules.policy import Policy
 from lightning_rlhf.modules.report import add_importance, add_mismatch
 from lightning_rlhf.modules.scored import ScoredModule
@@ -111,8 +113,8 @@ class PolicyUpdateModule(ScoredModule):
                 "model.kl.refresh_every: with model.lora the reference is the base without its adapter, which does not change:"
                 " leave out one of them"
             )
-        if clip_dual is not None and clip_dual <= 1.0:
-            raise ValueError(f"model.clip_dual must be above 1, or null to switch it off, got {clip_dual}")
+        if clip_dual is not None and not 1.0 < clip_dual < math.inf:
+            raise ValueError(f"model.clip_dual must be above 1 and finite, or null to switch it off, got {clip_dual}")
         self.made = 1.0
         self._moved: Metrics
 

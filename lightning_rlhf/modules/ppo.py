@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt
 from torch import Tensor
 
 from lightning_rlhf.flops import Passes
@@ -18,6 +18,7 @@ from lightning_rlhf.modules.batching import MicroBatch
 from lightning_rlhf.modules.critic import Critic, build_critic
 from lightning_rlhf.modules.losses import value_loss
 from lightning_rlhf.modules.metrics import Metrics
+from lightning_rlhf.modules.numbers import PositiveFloat
 from lightning_rlhf.modules.score_head import check_same_vocabulary
 from lightning_rlhf.modules.settings import CriticSettings, ModelSettings
 from lightning_rlhf.types import Experience

@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any
 
 from jaxtyping import Float
-from jsonargparse.typing import NonNegativeFloat
 from torch import Tensor
 from torchmetrics.classification import BinaryCalibrationError
 from transformers import AutoModelForSequenceClassification
@@ -17,6 +16,7 @@ from lightning_rlhf.hf_config import padding_of
 from lightning_rlhf.modules.batching import MicroBatch, example_batches
 from lightning_rlhf.modules.critic import Critic, build_critic
 from lightning_rlhf.modules.metrics import Metrics
+from lightning_rlhf.modules.numbers import NonNegativeFloat
 from lightning_rlhf.modules.preferences import bradley_terry
 from lightning_rlhf.modules.score_head import scored_part
 from lightning_rlhf.modules.settings import ModelSettings

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from jsonargparse.typing import NonNegativeInt, PositiveFloat
+from jsonargparse.typing import NonNegativeInt
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from lightning_rlhf.modules.frozen_reward import (
     check_reward_model,
     scores_of_all,
 )
+from lightning_rlhf.modules.numbers import Finite, PositiveFloat
 from lightning_rlhf.modules.policy import longest_sequence
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.modules.training import TrainedModule
@@ -54,12 +55,12 @@ class ScoredModule(TrainedModule):
         self,
         model: str,
         reward: list[RewardFunction] | None = None,
-        reward_weights: list[float] | None = None,
+        reward_weights: list[Finite] | None = None,
         reward_clip: tuple[float, float] | None = None,
         reward_timeout: PositiveFloat | None = 60.0,
         reward_workers: NonNegativeInt = 0,
         reward_model: FrozenRewardModel | None = None,
-        val_success: float = 1.0,
+        val_success: Finite = 1.0,
         val_metric: str | None = None,
         val_before_train: bool = False,
         **kwargs: Any,

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from jsonargparse.typing import PositiveFloat
 from torch import Tensor
 
 from lightning_rlhf.modules.batching import MicroBatch, example_batches
 from lightning_rlhf.modules.metrics import Metrics
+from lightning_rlhf.modules.numbers import PositiveFloat
 from lightning_rlhf.modules.training import TrainedModule
 from lightning_rlhf.types import Examples
 

@@ -6,13 +6,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+import torch
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveInt
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 
 from lightning_rlhf.flops import Passes, dims_of, frozen
 from lightning_rlhf.modules.adamw import ShardedAdamW
@@ -21,6 +24,7 @@ from lightning_rlhf.modules.critic import Critic
 from lightning_rlhf.modules.gradients import clip_roles
 from lightning_rlhf.modules.lora import trained_matrices
 from lightning_rlhf.modules.metrics import Metrics
+from lightning_rlhf.modules.numbers import PositiveFloat
 from lightning_rlhf.modules.policy import Policy
 from lightning_rlhf.modules.roles import ModelRoles
 from lightning_rlhf.modules.schedules import Schedule, warmup_schedule
@@ -58,7 +62,7 @@ class TrainedModule(ModelRoles):
         optimizer: OptimizerCallable = lambda params: ShardedAdamW(params, weight_decay=0.0, fused=True),
         lr_schedule: Schedule = "constant",
         warmup_steps: NonNegativeInt = 0,
-        min_lr_ratio: NonNegativeFloat = 0.0,
+        min_lr_ratio: ClosedUnitInterval = 0.0,
         max_grad_norm: PositiveFloat | None = 1.0,
         max_skipped_steps: PositiveInt = 10,
         **kwargs: Any,
@@ -73,6 +77,27 @@ class TrainedModule(ModelRoles):
         self.packing: dict[str, int] = {}
         self._skipped_in_a_row = 0
         self._logged: set[str] = set()
+
+    def check_models(self) -> int:
+        self._check_optimizer()
+        return super().check_models()
+
+    def _check_optimizer(self) -> None:
+        """Raise ValueError for options that it does not take, or that are not finite, by making one of a weight for each role."""
+        groups = []
+        for role, rate in self.learning_rates.items():
+            if not 0.0 < rate < math.inf:
+                name = "model.critic_lr" if role == "critic" else "model.lr"
+                raise ValueError(f"{name} must be above 0 and finite, got {rate}")
+            groups.append({"params": [nn.Parameter(torch.zeros(1, 1))], "lr": rate, "role": role})
+        try:
+            made = self.optimizer(groups)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"model.optimizer: {error}") from error
+        for name, value in made.param_groups[0].items():
+            numbers = value if isinstance(value, list | tuple) else [value]
+            if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+                raise ValueError(f"model.optimizer: {name} must be finite, got {value}")
 
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer(self.parameter_groups())
