@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,12 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
-from fsspec.core import url_to_fs
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_rlhf import restricted
-from lightning_rlhf.callbacks.checkpoint import latest_complete
 from lightning_rlhf.callbacks.hf_export import gather_on_host, write_adapter, write_folder
 from lightning_rlhf.hf_config import HeadKind
 from lightning_rlhf.manifest import RUN
@@ -38,7 +35,6 @@ from lightning_rlhf.modules.settings import LoRA, ModelSettings
 from lightning_rlhf.paths import local_path
 from lightning_rlhf.plan.offline import precision_name
 from lightning_rlhf.precision import FSDP2Precision
-from lightning_rlhf.storage import INDEX, MARKER
 from lightning_rlhf.tiny import TINY
 
 _BUCKET = 1 << 28
@@ -68,14 +64,14 @@ def export_checkpoint(
         role: actor, critic or reward_model; by default the first of them that the run trained.
 
     Raises:
-        FileNotFoundError: there is no checkpoint, or no model.
-        ValueError: it is not whole, not of this model, has no adapter, or ``out`` is taken.
+        FileNotFoundError: there is no complete checkpoint, or no model.
+        ValueError: it is damaged, not of this model, has no adapter, or ``out`` is taken.
     """
     from transformers import AutoTokenizer
 
     target = Path(out).expanduser()
     _check_target(out, target)
-    metadata, index = _read(checkpoint)
+    metadata, index = restricted.read(checkpoint, trusted=False)
     run = _from_config(config) if config else metadata.get(RUN)
     if run is None:
         raise ValueError(f"{checkpoint!r} does not say what run it is of: give the run's YAML with --config")
@@ -240,22 +236,6 @@ def _check_target(out: str, target: Path) -> None:
         raise ValueError(f"an export goes to a local folder, got {out!r}: copy it from there")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{out!r} exists and is not an empty folder: give another one")
-
-
-def _read(path: str) -> tuple[dict[str, Any], Any]:
-    """What a checkpoint says besides its tensors, and where these are."""
-    with suppress(FileNotFoundError):
-        return restricted.read(path, trusted=False)
-    fs, root = url_to_fs(path)
-    if not fs.exists(root):
-        raise FileNotFoundError(f"there is no checkpoint {path!r}")
-    if latest := latest_complete(path):
-        raise ValueError(f"{path!r} is a folder of checkpoints: give one of them, the latest is {latest}")
-    files = [entry.rpartition("/")[2] for entry in fs.ls(root, detail=False)] if fs.isdir(root) else []
-    if any(name.endswith(".distcp") or name == MARKER for name in files):
-        missing = next(name for name in (MARKER, INDEX) if name not in files)
-        raise ValueError(f"{path!r} is not a complete checkpoint: it has no {missing}")
-    raise ValueError(f"{path!r} is no checkpoint of this package: those are folders with a {MARKER}")
 
 
 def _settings(role: Mapping[str, Any], where: str) -> ModelSettings:

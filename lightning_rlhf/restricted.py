@@ -7,7 +7,6 @@ as tensors do in DCP; its index, which torch unpickles without limits, may only 
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import re
 from typing import Any
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from typing_extensions import override
 
-from lightning_rlhf.storage import INDEX, MARKER, newest_first, retried
+from lightning_rlhf.storage import INDEX, MARKER, exists, listed, newest_first, retried
 
 _NUMBERS = [
     *(numbers.PositiveInt, numbers.NonNegativeInt, numbers.PositiveFloat, numbers.NonNegativeFloat),
@@ -101,8 +100,10 @@ def read(path: str, trusted: bool) -> tuple[dict[str, Any], Any]:
     except Exception as error:  # whatever bytes that are no pickle lead to
         raise _damaged(path, INDEX, error) from error
     for name, end in ends:
-        if (size := sizes.get(name, 0)) is not None and size < end:
-            raise _damaged(path, "shards", EOFError(f"{name} has {size} bytes of {end} or more"))
+        if name not in sizes:
+            raise _damaged(path, "shards", FileNotFoundError(name))
+        if (size := sizes[name]) is not None and size < end:
+            raise _damaged(path, "shards", EOFError(f"{name} has {size} of at least {end} bytes"))
     return metadata, index
 
 
@@ -113,16 +114,20 @@ def read_marker(path: str, trusted: bool) -> dict[str, Any]:
     try:
         marker = retried(fs.cat_file, f"{root}/{MARKER}")
     except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(f"{path!r} is not a complete checkpoint: it has no {MARKER}{_inside(path)}") from None
+        raise _missing(path) from None
     return _load(io.BytesIO(marker), path, MARKER, not trusted)
 
 
-def _inside(path: str) -> str:
-    """What to say of a folder of checkpoints, or of a run."""
-    for folder in (path.rstrip("/"), f"{path.rstrip('/')}/checkpoints"):
-        if newest := next((found for found in newest_first(folder) if found != os.path.abspath(path)), None):
-            return f", take the newest one that is in it, {newest!r}"
-    return ""
+def _missing(path: str) -> FileNotFoundError:
+    """What to say of a place that is no complete checkpoint."""
+    if not exists(path):
+        return FileNotFoundError(f"there is no checkpoint {path!r}")
+    folder = path.rstrip("/")
+    if newest := next(iter(newest_first(folder) or newest_first(f"{folder}/checkpoints")), None):
+        return FileNotFoundError(f"{path!r} is a folder of checkpoints: give one of them, the latest is {newest}")
+    if any(name.endswith(".distcp") for name, _ in listed(path)):
+        return FileNotFoundError(f"{path!r} is not a complete checkpoint: it has no {MARKER}")
+    return FileNotFoundError(f"{path!r} is no checkpoint of this package: those are folders with a {MARKER}")
 
 
 def _load(file: io.BytesIO, path: str, part: str, weights_only: bool) -> Any:

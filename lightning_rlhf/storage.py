@@ -168,7 +168,8 @@ def listed(folder: str) -> list[tuple[str, bool]]:
         entries = retried(fs.ls, root, detail=True)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [(entry["name"].rstrip("/"), entry["type"] == "directory") for entry in entries]
+    found = [(entry["name"].rstrip("/"), entry["type"] == "directory") for entry in entries]
+    return [entry for entry in found if entry[0] != root]  # a file is listed as itself
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

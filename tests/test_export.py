@@ -203,7 +203,9 @@ def test_a_checkpoint_on_another_file_system(lora: Made, tmp_path: Path) -> None
         memory.put(lora.checkpoint, "/runs/a.ckpt", recursive=True)
         export_checkpoint("memory://runs/a.ckpt", str(tmp_path / "out"))
         assert files(tmp_path / "out") == files(lora.own())
-        with pytest.raises(ValueError, match="is a folder of checkpoints: give one of them, the latest is memory"):
+        with pytest.raises(
+            FileNotFoundError, match="is a folder of checkpoints: give one of them, the latest is memory"
+        ):
             export_checkpoint("memory://runs", str(tmp_path / "more"))
     finally:
         memory.rm("/runs", recursive=True)
@@ -291,9 +293,9 @@ MISTAKES = {
     "hf": "'{root}/hf' is no checkpoint of this package: those are folders with a meta.pt",
     "file": "'{root}/file' is no checkpoint of this package",
     "unmarked": "'{root}/unmarked' is not a complete checkpoint: it has no meta.pt",
-    "no-index": "'{root}/no-index' is not a complete checkpoint: it has no .metadata",
-    "no-shard": "'{root}/no-shard' cannot be read: FileNotFoundError",
-    "cut": "'{root}/cut' is damaged, its shards cannot be read (EOFError): take another checkpoint, or restore its files",
+    "no-index": "'{root}/no-index' is damaged, its .metadata cannot be read (FileNotFoundError: .metadata): take another",
+    "no-shard": "'{root}/no-shard' is damaged, its shards cannot be read (FileNotFoundError: __0_0.distcp): take another",
+    "cut": "'{root}/cut' is damaged, its shards cannot be read (EOFError: __0_0.distcp has 1000 of at least ",
 }
 
 
