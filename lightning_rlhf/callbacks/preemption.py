@@ -161,6 +161,8 @@ def job() -> str | None:
 def checkpoint_of_job(trainer: pl.Trainer) -> str | None:
     """The newest complete checkpoint that an earlier attempt of this job wrote and whose files are as long as they were.
 
+    Before there is a process group: all ranks look at the same files, and the strategy loads what rank 0 found.
+
     Raises:
         DamagedCheckpoint: all that there are have lost something.
     """
