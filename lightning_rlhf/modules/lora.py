@@ -43,8 +43,8 @@ class Adapter:
         part: what is used of the model, e.g. its backbone; the names in ``lora`` are those in the model all the same.
 
     Raises:
-        ValueError: names that no module has, a module that would be trained although it is tied to another, or a rank that a
-            matrix cannot have.
+        ValueError: names that no module has, a module that would be trained although it is tied to another, or a rank that
+            none of the matrices can have.
         NotImplementedError: a target that cannot be merged into the weights that engines get.
     """
 
@@ -194,15 +194,13 @@ def _layers(model: nn.Module) -> list[Any]:
     """peft's layers in the model, all of them linear ones that can be merged."""
     from peft.tuners.lora import Linear, LoraLayer
 
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    layers: dict[str, Any] = {n: module for n, module in model.named_modules() if isinstance(module, LoraLayer)}
     for name, layer in layers.items():
         if type(layer) is not Linear:
             raise _not_linear(name, layer.get_base_layer())
-        if (r := layer.r["default"]) > min(layer.in_features, layer.out_features):  # type: ignore[type-var]
-            raise ValueError(
-                f"model.lora.r: {r} is more than the rank of {name} can be, which is {layer.out_features} x {layer.in_features}:"
-                " lower it, or name other layers in model.lora.target_modules"
-            )
+    most = max(int(min(layer.base_layer.weight.shape)) for layer in layers.values())
+    if (r := max(layer.r["default"] for layer in layers.values())) > most:
+        raise ValueError(f"model.lora.r: {r} is more than the rank of any target can be, at most {most}: lower it")
     return list(layers.values())
 
 
