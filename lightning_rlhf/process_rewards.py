@@ -95,11 +95,16 @@ def token_rewards(
     for (name, by_response), weight in zip(given.items(), weights, strict=True):
         for row, steps in by_response.items():
             try:
-                values = on_tokens(steps, completions[row].token_ids, decode or _no_text)
+                text = _several_turns if completions[row].spans else decode or _no_text
+                values = on_tokens(steps, completions[row].token_ids, text)
             except RewardError as error:
                 raise RewardError(f"reward {name} {error}") from error
             rows[row] = [have + weight * more for have, more in zip(rows[row], values, strict=True)]
     return right_pad(rows)
+
+
+def _several_turns(ids: list[int]) -> str:
+    raise RewardError("gives values of steps, which a conversation does not have: give one value per token")
 
 
 def _no_text(ids: list[int]) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import torch
@@ -110,7 +111,7 @@ class Scorer:
         if hasattr(trainer_state, "current_epoch"):
             state = trainer_state
             trainer_state = TrainerState(state.global_step, state.max_steps, state.current_epoch)
-        size, arguments = len(rollout), reward_arguments(rollout, texts)
+        size, arguments = len(rollout), reward_arguments(rollout, texts, decode)
         n = rollout.sampling.num_generations
         limits = [None if self._runner(r) is self._inline else self.timeout for r in self.rewards]
         runs = [
@@ -293,7 +294,9 @@ def _names(functions: Sequence[Callable[..., Any]]) -> list[str]:
     return names
 
 
-def reward_arguments(rollout: Rollout, texts: Sequence[str]) -> dict[str, list[Any]]:
+def reward_arguments(
+    rollout: Rollout, texts: Sequence[str], decode: Callable[[list[int]], str] | None = None
+) -> dict[str, list[Any]]:
     """What reward functions are called with: lists with one entry per response, prompt-major."""
     prompts, n = rollout.prompts, rollout.sampling.num_generations
 
@@ -309,7 +312,18 @@ def reward_arguments(rollout: Rollout, texts: Sequence[str]) -> dict[str, list[A
             for prompt, text in zip(raw, texts, strict=True)
         ],
         "completion_ids": [completion.token_ids for completion in rollout.completions],
+        **({"turns": turns} if (turns := _turns(rollout, decode)) else {}),
     }
+
+
+def _turns(rollout: Rollout, decode: Callable[[list[int]], str] | None) -> list[list[str]]:
+    """Of conversations the texts of the policy's turns and the replies, in turn; none of other responses."""
+    if decode is None or not any(completion.spans for completion in rollout.completions):
+        return []
+    return [
+        [text for pair in zip_longest(map(decode, c.turns), c.replies) for text in pair if text is not None]
+        for c in rollout.completions
+    ]
 
 
 def _copied(value: Any) -> Any:

@@ -21,6 +21,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -153,11 +154,26 @@ class Completion:
 
     ``log_probs`` are of the distribution that was sampled from (temperature applied), or None when not asked for.
     ``finish_reason``: "stop" (an EOS id or a stop condition), "length" (cut at the limit) or "abort".
+    ``spans``: of a conversation the lengths of the policy's turns and of what answered them, in turn; empty where all tokens
+    are one turn. ``replies`` are the texts of the answers; their tokens have the log-prob NaN.
     """
 
     token_ids: list[int]
     finish_reason: Literal["stop", "length", "abort"]
     log_probs: list[float] | None = None
+    spans: tuple[int, ...] = ()
+    replies: tuple[str, ...] = ()
+
+    @property
+    def mask(self) -> list[float]:
+        """1 on tokens that were sampled."""
+        return [float(i % 2 == 0) for i, n in enumerate(self.spans or (len(self.token_ids),)) for _ in range(n)]
+
+    @property
+    def turns(self) -> list[list[int]]:
+        """Token ids of each turn of the policy."""
+        ends = [*accumulate(self.spans or (len(self.token_ids),))]
+        return [self.token_ids[start:end] for start, end in zip([0, *ends[1::2]], ends[::2], strict=True)]
 
 
 @dataclass(frozen=True)
@@ -201,7 +217,7 @@ class Rollout(_Movable):
             completions=completions,
             sampling=sampling,
             group=prompts.index.repeat_interleave(n),
-            mask=right_pad([[1.0] * len(c.token_ids) for c in completions]),
+            mask=right_pad([c.mask for c in completions]),
             # of a truncated distribution they are not comparable with the policy's
             sampler_log_probs=right_pad(log_probs)
             if len(log_probs) == len(completions) and not sampling.truncated

@@ -148,6 +148,8 @@ def _packed(rows: Rows) -> dict[str, Any]:
         "log_probs": torch.tensor([x for own in log_probs for x in own], dtype=torch.float64)
         if len(log_probs) == len(completions)
         else None,
+        "spans": [c.spans for c in completions],
+        "replies": [c.replies for c in completions],
     }
 
 
@@ -157,8 +159,10 @@ def _unpacked(state: dict[str, Any]) -> Rows:
     def ragged(flat: Tensor | None) -> list[Any]:
         return [None] * len(lengths) if flat is None else [piece.tolist() for piece in flat.split(lengths)]
 
-    fields = zip(ragged(state["token_ids"]), state["finish_reasons"], ragged(state["log_probs"]), strict=True)
-    return _by_row(state["rows"], [Completion(*values) for values in fields])
+    none = [()] * len(lengths)  # of a checkpoint without conversations
+    fields = (ragged(state["token_ids"]), state["finish_reasons"], ragged(state["log_probs"]))
+    told = (map(tuple, state.get(name, none)) for name in ("spans", "replies"))
+    return _by_row(state["rows"], [Completion(*values) for values in zip(*fields, *told, strict=True)])
 
 
 def _by_row(rows: list[int], completions: list[Completion]) -> Rows:

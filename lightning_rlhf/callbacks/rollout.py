@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from statistics import mean
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
@@ -27,6 +28,7 @@ from lightning_rlhf.callbacks.planning import checked_run, choose_plan, engine_s
 from lightning_rlhf.callbacks.rollout_steps import RolloutSteps
 from lightning_rlhf.plan import Plan
 from lightning_rlhf.plan.ladder import Ladder, Switch
+from lightning_rlhf.rollout.conversation import Conversation
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.types import Experience, Prompts, Rollout, Sampling
@@ -58,6 +60,8 @@ class RolloutCallback(pl.Callback):
             engine is synced with it before a validation, and with the policy after.
         filter_groups: generate for further prompts in place of groups whose responses all score the same (DAPO's dynamic
             sampling); ``{}`` takes its defaults, null trains on all.
+        conversation: responses of several turns, see `rollout.conversation`: a function answers what the policy says, and it
+            goes on. Lengths of ``sampling`` are then those of a turn.
         timeout_s: seconds that one step of a rollout (sync, wake, generate, sleep) may take; then the process ends and shows
             where it hung. Null leaves it to the `Watchdog`: only you know how long the longest generation is.
     """
@@ -76,6 +80,7 @@ class RolloutCallback(pl.Callback):
         async_level: Literal[0, 1] = 0,
         filter_groups: FilterGroups | None = None,
         val_average: bool = False,
+        conversation: Conversation | None = None,
     ) -> None:
         if sampling.temperature <= 0.0:
             raise ValueError(
@@ -98,6 +103,7 @@ class RolloutCallback(pl.Callback):
                 "rollout.filter_groups compares the responses to a prompt: set rollout.sampling.num_generations to 2 or more"
             )
         self.async_level, self.filter_groups, self.val_average = async_level, filter_groups, val_average
+        self.conversation = conversation
         self._further_rounds = 0  # of all iterations, each a batch of prompts
         awake = Ladder(0, False, False)
         self.ladder = awake if async_level else Ladder(sleep_level, offload_optimizer, offload_parameters)
@@ -123,6 +129,10 @@ class RolloutCallback(pl.Callback):
             self.filter_groups.check(module.score_names)
         if self.val_average and module.ema_decay is None:
             raise ValueError("rollout.val_average: true needs a moving average: set model.ema_decay")
+        if self.conversation is not None and module.frozen_reward is not None:
+            raise ValueError(
+                "model.reward_model scores one answer, and rollout.conversation has several: leave out one of them"
+            )
         run = checked_run(trainer, module, self)
         self.plan = choose_plan(trainer, module, self, stage)
         self.rung = self.plan.choice.rung if self.plan else self.ladder.usual
@@ -152,7 +162,7 @@ class RolloutCallback(pl.Callback):
         asked = keys(prompts, self.sampling) if self.async_level else []
         if self.async_level and self._is_there(iteration, asked, self.sampling.num_generations + module.needs_greedy):
             taken = self._ahead.take(asked)
-            batch["rollout"] = Rollout.build(prompts, taken, self.sampling, module.needs_greedy)
+            batch["rollout"] = Rollout.build(prompts, taken, self.whole(self.sampling), module.needs_greedy)
             module.extra_metrics |= {"rollout/staleness": 1.0, "rollout/ahead_s": self._ahead.seconds}
         else:
             self._steps.wake()
@@ -164,10 +174,21 @@ class RolloutCallback(pl.Callback):
                 with_greedy=module.needs_greedy,
             )
             batch |= {"rollout": generate(prompts)} if self.filter_groups is None else self._filtered(module, generate)
+        if self.conversation is not None:
+            module.extra_metrics |= self._turns(batch["rollout"])
         if self.async_level:
             self._start_next(trainer, module, iteration + 1)
         else:
             self._steps.sleep()
+
+    def whole(self, sampling: Sampling) -> Sampling:
+        """As the module sees it: the length is that of all turns."""
+        return sampling if self.conversation is None else self.conversation.whole(sampling)
+
+    def _turns(self, rollout: Rollout) -> dict[str, float]:
+        own = [(len(c.turns), sum(c.spans[1::2])) for c in rollout.completions]
+        turns, replies = zip(*(one for rank in self._all_gather(own) for one in rank), strict=True)
+        return {"completions/mean_turns": mean(turns), "completions/mean_reply_length": mean(replies)}
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

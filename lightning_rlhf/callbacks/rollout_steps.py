@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from lightning_rlhf.callbacks.faults import agreed, check_lengths, makes_room, t
 from lightning_rlhf.callbacks.offload import HostMemory
 from lightning_rlhf.callbacks.watchdog import watched, where
 from lightning_rlhf.plan.memory import Rung
+from lightning_rlhf.rollout.conversation import Speaker
 from lightning_rlhf.rollout.sharing import Pool, pool_size
 from lightning_rlhf.rollout.weights import gather, with_checksum
 from lightning_rlhf.types import Completion, Prompts, Rollout, Sampling, derive_seed
@@ -54,6 +55,9 @@ class RolloutSteps:
         sp, tp = module.strategy.sequence_parallel_size, self.engine.tensor_parallel_size
         size = pool_size(sp, tp)
         gather_objects = partial(module.strategy.all_gather_objects, ranks=size)
+        talk, data = self.rollout.conversation, getattr(module.trainer, "datamodule", None)
+        arguments = getattr(data, "chat_template_args", None)
+        self.speaker = None if talk is None else Speaker(talk, module.tokenizer, arguments)
         self.pool = Pool(sp, tp, module.strategy.global_rank % size, gather_objects)
 
     def wake(self, average: bool = False) -> None:
@@ -129,7 +133,7 @@ class RolloutSteps:
     ) -> Rollout:
         run, own = self.share(prompts, sampling, iteration, log_probs, with_greedy)
         with self.step("generate"):
-            return Rollout.build(prompts, self.pool.collect(run)[own], sampling, with_greedy)
+            return Rollout.build(prompts, self.pool.collect(run)[own], self.rollout.whole(sampling), with_greedy)
 
     def share(
         self, prompts: Prompts, sampling: Sampling, iteration: int, log_probs: bool, with_greedy: bool
@@ -137,6 +141,8 @@ class RolloutSteps:
         """See `Pool.share`; the requests are in the order of `Rollout.build`."""
         with self.step("generate"):  # of its own: a rank that fails must not miss the exchanges of the pool
             check_lengths(prompts, self.context)
+            if self.speaker is not None and prompts.images:
+                raise ValueError("rollout.conversation is for text, and prompts have images: leave out one of them")
         samples, rows, seed = range(sampling.num_generations), prompts.index.tolist(), self.module.seed
         n, last = len(samples) + with_greedy, [None] * with_greedy
         return self.pool.share(
@@ -147,6 +153,8 @@ class RolloutSteps:
             log_probs=log_probs,
             images=[one for one in prompts.images for _ in range(n)] if prompts.images else None,
             expected=[self.longest.get(row, math.inf) for row in rows for _ in range(n)],
+            talk=self.speaker,
+            rows=None if self.speaker is None else [columns for columns in _columns(prompts) for _ in range(n)],
         )
 
     @contextmanager
@@ -157,3 +165,10 @@ class RolloutSteps:
         alone = phase == "generate" and self.engine.tensor_parallel_size > 1
         with agreed(what, alone=alone), watched(what, self.rollout.timeout_s), memory, self.module.phases(phase):
             yield
+
+
+def _columns(prompts: Prompts) -> list[dict[str, Any]]:
+    """Of each prompt, and itself."""
+    names, columns = list(prompts.columns), zip(*prompts.columns.values(), strict=True)
+    rows = [dict(zip(names, row, strict=True)) for row in columns] if names else [{} for _ in prompts.raw]
+    return [row | {"prompt": prompt} for row, prompt in zip(rows, prompts.raw, strict=True)]

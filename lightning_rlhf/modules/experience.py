@@ -47,15 +47,16 @@ def gather_experience(
             ),
             "prompt_lengths": [len(p) for p in prompts],
             "lengths": [len(c.token_ids) for c in rollout.completions],
+            "masks": [c.mask for c in rollout.completions] if any(c.spans for c in rollout.completions) else None,
             "usable": [c.finish_reason not in unusable for c in rollout.completions],
             "group": rollout.group.cpu(),
             "total": scores.total.cpu(),
             "judged": scores.judged_by(judge).cpu(),
             "baselines": None if baselines is None else baselines.cpu().repeat_interleave(n),
             "parts": [part.cpu() for part in scores.parts.values()],
-            "tokens": None if scores.tokens is None else _rows(scores.tokens, rollout.mask),
+            "tokens": None if scores.tokens is None else _rows(scores.tokens, rollout),
             "has_images": rollout.prompts.images is not None,
-            "sampler": None if rollout.sampler_log_probs is None else _rows(rollout.sampler_log_probs, rollout.mask),
+            "sampler": None if rollout.sampler_log_probs is None else _rows(rollout.sampler_log_probs, rollout),
         }
     )
     group = torch.cat([s["group"] for s in shares])
@@ -74,6 +75,9 @@ def gather_experience(
     rows = order.tolist()
     long = torch.tensor(lengths)[order]
     mask = (torch.arange(max(1, int(long.max()))) < (long * keep)[:, None]).float()
+    if any(s["masks"] for s in shares):
+        masks = [row for s in shares for row in s["masks"] or [[1.0] * n for n in s["lengths"]]]
+        mask *= right_pad([masks[i] for i in rows])
     if reward_clip is not None:
         total = total.clamp(*reward_clip)
     per_token = torch.zeros(())
@@ -132,5 +136,5 @@ def _tokens(parts: Iterable[Sequence[int]]) -> Int[Tensor, "n"]:
     return torch.frombuffer(joined, dtype=torch.int64) if joined else torch.zeros(0, dtype=torch.int64)
 
 
-def _rows(padded: Float[Tensor, "B T"], mask: Float[Tensor, "B T"]) -> list[Tensor]:
-    return [row[:n] for row, n in zip(padded.cpu(), mask.sum(1).long().tolist(), strict=True)]
+def _rows(padded: Float[Tensor, "B T"], rollout: Rollout) -> list[Tensor]:
+    return [row[: len(c.token_ids)] for row, c in zip(padded.cpu(), rollout.completions, strict=True)]

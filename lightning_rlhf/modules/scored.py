@@ -120,8 +120,8 @@ class ScoredModule(TrainedModule):
         return names if self.frozen_reward is None else [*names, "reward_model"]
 
     def decode(self, rollout: Rollout) -> list[str]:
-        """Texts of the responses, special tokens left out."""
-        return [self.decode_ids(c.token_ids) for c in rollout.completions]
+        """Texts of the responses, special tokens left out; of a conversation the policy's turns, a line break between them."""
+        return ["\n".join(map(self.decode_ids, c.turns)) for c in rollout.completions]
 
     def decode_ids(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))

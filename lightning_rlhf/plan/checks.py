@@ -143,6 +143,12 @@ def off_policy(run: Run) -> Iterator[Problem]:
             f"rollout.async_level: 1 cannot have engines of several ranks, got rollout.engine.tensor_parallel_size="
             f"{run.engine_ranks}: set it to 1, or async_level to 0",
         )
+    if run.turns > 1 and run.engine_ranks > 1:
+        yield Problem(
+            "error",
+            "rollout.conversation cannot have engines of several ranks, got rollout.engine.tensor_parallel_size="
+            f"{run.engine_ranks}: set it to 1, or leave conversation out",
+        )
     if run.corrected and not run.replayable:
         yield Problem(
             "error",

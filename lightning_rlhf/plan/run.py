@@ -52,6 +52,7 @@ class Run:
         corrected: importance weights between engine and trainer.
         replayable: see `Sampling.replayable`, of training responses.
         async_save: checkpoints are written from a copy of the state in host memory.
+        turns: most of a response.
     """
 
     world_size: int
@@ -77,6 +78,7 @@ class Run:
     corrected: bool = False
     replayable: bool = True
     async_save: bool = False
+    turns: int = 1
 
     @property
     def sequence_ranks(self) -> int:
@@ -201,8 +203,8 @@ def read_run(
         prompts=getattr(data, "batch_size", None),
         num_generations=rollout.sampling.num_generations,
         prompt_length=getattr(data, "max_prompt_length", None) or getattr(data, "longest_prompt", None),
-        response_length=rollout.sampling.max_completion_length,
-        val_response_length=rollout.val_sampling.max_completion_length,
+        response_length=rollout.whole(rollout.sampling).max_completion_length,
+        val_response_length=rollout.whole(rollout.val_sampling).max_completion_length,
         learning_rates=module.learning_rates,
         ppo_epochs=module.ppo_epochs,
         mini_batches=module.mini_batches,
@@ -211,6 +213,7 @@ def read_run(
         async_level=rollout.async_level,
         corrected=module.correction is not None,
         replayable=rollout.sampling.replayable,
+        turns=1 if rollout.conversation is None else rollout.conversation.max_turns,
         async_save=any(getattr(callback, "async_save", False) for callback in callbacks),
     )
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lightning_rlhf.rollout.engine import RolloutEngine
@@ -52,6 +53,8 @@ class Pool:
         log_probs: bool = False,
         images: Sequence[PromptImages | None] | None = None,
         expected: Sequence[float] | None = None,
+        talk: Callable[..., list[Completion]] | None = None,
+        rows: Sequence[dict[str, Any]] | None = None,
     ) -> tuple[Callable[[], list[Completion]], slice]:
         """`RolloutEngine.generate` for the requests of this data rank, with the work of the pool spread over its engines.
 
@@ -59,13 +62,14 @@ class Pool:
 
         Args:
             expected: lengths of the responses, in any unit.
+            talk: makes several turns of each, see `conversation.Speaker`, with ``rows``, the columns of each prompt.
 
         Returns:
             The work of this rank's engine, to be done by `collect` or before it; only with ``tp`` above 1 does it talk to other
             ranks. And which of the pool's responses are this data rank's.
         """
         none = [None] * len(prompts)
-        own = list(zip(prompts, seeds, images or none, expected or none, strict=True))
+        own = list(zip(prompts, seeds, images or none, expected or none, rows or none, strict=True))
         shares: list[Any] = [own]
         if self.size > self.sp:
             shares = self.all_gather(own if self.rank % self.sp == 0 else None)[:: self.sp]
@@ -75,9 +79,13 @@ class Pool:
 
         def run() -> list[Completion]:
             order = sorted(range(begin, end), key=lambda i: -(requests[i][3] or 0))
-            ids, draws, shown, _ = zip(*(requests[i] for i in order), strict=True) if order else ((), (), (), ())
-            pictures = {"images": shown} if any(shown) else {}
-            done = engine.generate(ids, sampling, seeds=draws, log_probs=log_probs, **pictures)
+            ids, draws, shown, _, columns = zip(*(requests[i] for i in order), strict=True) if order else [()] * 5
+            generate = partial(engine.generate, sampling=sampling, log_probs=log_probs)
+            if talk is None:
+                pictures: dict[str, Any] = {"images": shown} if any(shown) else {}
+                done = generate(ids, seeds=draws, **pictures)
+            else:
+                done = talk(generate, ids, columns, draws)
             return [completion for _, completion in sorted(zip(order, done, strict=True), key=lambda pair: pair[0])]
 
         before = sum(map(len, shares[: self.rank // self.sp]))

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy
@@ -18,6 +19,7 @@ from torch import Tensor
 from toys import spawn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from lightning_rlhf.rollout.conversation import Conversation, Speaker
 from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.vllm import VLLMEngine, version_installed
@@ -372,6 +374,24 @@ def train_and_generate(rank: int) -> tuple[bool, bool]:
 @pytest.mark.slow
 def test_sharded_policy_feeds_colocated_engines_and_its_process_group_survives_them() -> None:
     assert spawn(train_and_generate, 2) == [(True, True)] * 2
+
+
+def test_greedy_conversations_are_those_of_transformers(engine: VLLMEngine) -> None:
+    model, tokenizer = policy(3), AutoTokenizer.from_pretrained(tiny_model())
+    speaker = Speaker(Conversation(lambda turns: str(len(turns)), max_turns=3, max_reply_length=32), tokenizer)
+    several = replace(GREEDY, stop_token_ids=tuple(range(0, 258, 5)), max_completion_length=8)
+    sync(engine, model)
+    done = []
+    for one in (engine, oracle(model)):
+        generate = partial(one.generate, sampling=several, log_probs=True)
+        done.append(speaker(generate, PROMPTS, [{}] * len(PROMPTS), [0] * len(PROMPTS)))
+    engine.sleep(2)
+    for a, b in zip(*done, strict=True):
+        assert (a.token_ids, a.spans, a.replies, a.finish_reason) == (b.token_ids, b.spans, b.replies, b.finish_reason)
+        torch.testing.assert_close(
+            torch.tensor(a.log_probs), torch.tensor(b.log_probs), atol=1e-4, rtol=0, equal_nan=True
+        )
+    assert max(len(c.turns) for c in done[0]) > 1
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
