@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.modules.settings import LoRA, ModelSettings
     from lightning_rlhf.modules.sft import SFTLightningModule
     from lightning_rlhf.packing import Packed, pack
-    from lightning_rlhf.rollout.conversation import Conversation
+    from lightning_rlhf.rollout.turns import Conversation
     from lightning_rlhf.strategy import FSDPUlyssesStrategy
     from lightning_rlhf.supervised import PreferenceDataModule, SFTDataModule
     from lightning_rlhf.types import Completion, Examples, Experience, Prompts, Rollout, Sampling, Scores
@@ -64,7 +64,7 @@ _HOMES = {
     "modules.settings": ["LoRA", "ModelSettings"],
     "modules.sft": ["SFTLightningModule"],
     "packing": ["Packed", "pack"],
-    "rollout.conversation": ["Conversation"],
+    "rollout.turns": ["Conversation"],
     "strategy": ["FSDPUlyssesStrategy"],
     "supervised": ["PreferenceDataModule", "SFTDataModule"],
     "types": ["Completion", "Examples", "Experience", "Prompts", "Rollout", "Sampling", "Scores"],

@@ -102,7 +102,9 @@ def try_rewards(
             answers |= {"empty": "", "junk": JUNK}
             others = {name: [row.get(name)] for name in columns if name != prompt_column}
             prompts = Prompts([[]], [conversation(row[prompt_column])], others, torch.tensor([number]))
-            given = [Completion(encode(text), "stop") for text in answers.values()]
+            ids = [encode(text) for text in answers.values()]
+            one_turn = "turns" in reward.parameters  # which only conversations have
+            given = [Completion(one, "stop", spans=(len(one),) * one_turn) for one in ids]
             rollout = Rollout.build(prompts, given, Sampling(num_generations=len(given)))
             begin = time.perf_counter()
             with warnings.catch_warnings(record=True) as caught:

@@ -17,7 +17,7 @@ from lightning_rlhf.callbacks.ahead import Ahead
 from lightning_rlhf.cli import main
 from lightning_rlhf.modules.experience import gather_experience
 from lightning_rlhf.modules.frozen_reward import FrozenRewardModel
-from lightning_rlhf.rollout.conversation import Speaker
+from lightning_rlhf.rollout.turns import Speaker
 from lightning_rlhf.scoring import reward_arguments
 from lightning_rlhf.tiny import tiny_model
 from lightning_rlhf.types import Prompts, Rollout, Scores

@@ -104,6 +104,10 @@ def above_greedy(*, rewards, values, baselines, mask, **_: Any) -> Any:
     return (rewards - baselines[:, None]) * mask, values
 
 
+def goes_on(turns: list[str]) -> str:
+    return "yes?"
+
+
 def test_the_list_of_metrics_names_what_is_logged_and_nothing_else(tmp_path: Path) -> None:
     """Of runs with everything that logs: two iterations, so that what follows the first is seen, too."""
     observers = [
@@ -124,8 +128,9 @@ def test_the_list_of_metrics_names_what_is_logged_and_nothing_else(tmp_path: Pat
     everything = {"filter_groups.max_num_gen_batches": 2, "sampling.num_generations": 2, "offload_optimizer": True}
     loss = {"positive_coef": 0.1, "target_kl": 1.0, "advantage": "test_docs.above_greedy"}
     first = {f"rollout.{key}": value for key, value in everything.items()} | {f"model.{k}": v for k, v in loss.items()}
+    second = {"rollout.async_level": 1, "rollout.conversation.reply": "test_docs.goes_on", **corrected}
     logged = set()
-    for more in (first, {"rollout.async_level": 1, **corrected}):
+    for more in (first, second):
         line = [f"--{key}={value}" for key, value in (options | more).items()]
         command("fit", "--config", str(ROOT / "configs/tiny_ppo.yaml"), *line)
         file = max(tmp_path.rglob("metrics.csv"), key=lambda p: p.stat().st_mtime_ns)

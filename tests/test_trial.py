@@ -98,3 +98,11 @@ def test_mistakes_end_in_one_line(mistake: str, message: str, capsys: Any) -> No
     lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert len(lines) == 1
     assert message in lines[0]
+
+
+def test_a_function_of_turns_is_tried_on_one() -> None:
+    def turned(turns: list[list[str]], **_: Any) -> list[float]:
+        return [float(len(own)) for own in turns]
+
+    (one,) = trials(turned, count=1)
+    assert one.scores == {"answer": [1.0], "empty": [1.0], "junk": [1.0]}

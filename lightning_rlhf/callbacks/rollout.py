@@ -28,9 +28,9 @@ from lightning_rlhf.callbacks.planning import checked_run, choose_plan, engine_s
 from lightning_rlhf.callbacks.rollout_steps import RolloutSteps
 from lightning_rlhf.plan import Plan
 from lightning_rlhf.plan.ladder import Ladder, Switch
-from lightning_rlhf.rollout.conversation import Conversation
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.transformers import TransformersEngine
+from lightning_rlhf.rollout.turns import Conversation
 from lightning_rlhf.types import Experience, Prompts, Rollout, Sampling
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class RolloutCallback(pl.Callback):
             engine is synced with it before a validation, and with the policy after.
         filter_groups: generate for further prompts in place of groups whose responses all score the same (DAPO's dynamic
             sampling); ``{}`` takes its defaults, null trains on all.
-        conversation: responses of several turns, see `rollout.conversation`: a function answers what the policy says, and it
+        conversation: responses of several turns, see `rollout.turns`: a function answers what the policy says, and it
             goes on. Lengths of ``sampling`` are then those of a turn.
         timeout_s: seconds that one step of a rollout (sync, wake, generate, sleep) may take; then the process ends and shows
             where it hung. Null leaves it to the `Watchdog`: only you know how long the longest generation is.

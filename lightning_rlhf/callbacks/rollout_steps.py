@@ -26,8 +26,8 @@ from lightning_rlhf.callbacks.faults import agreed, check_lengths, makes_room, t
 from lightning_rlhf.callbacks.offload import HostMemory
 from lightning_rlhf.callbacks.watchdog import watched, where
 from lightning_rlhf.plan.memory import Rung
-from lightning_rlhf.rollout.conversation import Speaker
 from lightning_rlhf.rollout.sharing import Pool, pool_size
+from lightning_rlhf.rollout.turns import Speaker
 from lightning_rlhf.rollout.weights import gather, with_checksum
 from lightning_rlhf.types import Completion, Prompts, Rollout, Sampling, derive_seed
 

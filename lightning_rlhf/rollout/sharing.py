@@ -62,7 +62,7 @@ class Pool:
 
         Args:
             expected: lengths of the responses, in any unit.
-            talk: makes several turns of each, see `conversation.Speaker`, with ``rows``, the columns of each prompt.
+            talk: makes several turns of each, see `turns.Speaker`, with ``rows``, the columns of each prompt.
 
         Returns:
             The work of this rank's engine, to be done by `collect` or before it; only with ``tp`` above 1 does it talk to other

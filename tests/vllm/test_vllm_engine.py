@@ -19,9 +19,9 @@ from torch import Tensor
 from toys import spawn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from lightning_rlhf.rollout.conversation import Conversation, Speaker
 from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.transformers import TransformersEngine
+from lightning_rlhf.rollout.turns import Conversation, Speaker
 from lightning_rlhf.rollout.vllm import VLLMEngine, version_installed
 from lightning_rlhf.rollout.vllm_process import unmapped_memory
 from lightning_rlhf.rollout.weights import gather

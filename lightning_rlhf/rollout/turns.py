@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse.typing import PositiveInt
 
-from lightning_rlhf.sources import first_line
 from lightning_rlhf.types import Completion, Sampling, derive_seed
 
 if TYPE_CHECKING:
@@ -165,7 +164,7 @@ class Speaker:
         errors = [reply for reply in replies if isinstance(reply, Exception)]
         if errors:
             told = f"rollout.conversation.reply failed for {len(errors)} of {len(asked)} responses, first with"
-            told = f"{told} {type(errors[0]).__name__}: {first_line(errors[0])}"
+            told = f"{told} {_said(errors[0])}"
             if len(errors) == len(asked):
                 raise RuntimeError(told) from errors[0]
             log.warning("%s; they are left out", told)
@@ -209,7 +208,7 @@ class Speaker:
             )
         except Exception as error:
             raise ValueError(
-                f"rollout.conversation.role={role} is refused by the chat template: {first_line(error)}"
+                f"rollout.conversation.role={role} is refused by the chat template: {_said(error)}"
             ) from error
         before, found, after = text.rpartition(turn)[2].partition(reply)
         if turn not in text or not found:
@@ -223,3 +222,8 @@ class Speaker:
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def _said(error: Exception) -> str:
+    """In one line."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
