@@ -128,7 +128,8 @@ def test_the_list_of_metrics_names_what_is_logged_and_nothing_else(tmp_path: Pat
     everything = {"filter_groups.max_num_gen_batches": 2, "sampling.num_generations": 2, "offload_optimizer": True}
     loss = {"positive_coef": 0.1, "target_kl": 1.0, "advantage": "test_docs.above_greedy"}
     first = {f"rollout.{key}": value for key, value in everything.items()} | {f"model.{k}": v for k, v in loss.items()}
-    second = {"rollout.async_level": 1, "rollout.conversation.reply": "test_docs.goes_on", **corrected}
+    turns = "{reply: test_docs.goes_on, max_turns: 2, max_reply_length: 24}"
+    second = {"rollout.async_level": 1, "rollout.conversation": turns, **corrected}
     logged = set()
     for more in (first, second):
         line = [f"--{key}={value}" for key, value in (options | more).items()]
