@@ -244,6 +244,20 @@ def test_log_probs_of_turns_are_those_of_the_whole_conversation(tmp_path):
     assert several > 8
 
 
+def share_of_digits(turns, **_):
+    said = ["".join(own[::2]) for own in turns]
+    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in said]
+
+
+def test_turns_are_learned(tmp_path):
+    module = GRPOLightningModule(**TINY_MODULE | {"lr": 1e-2}, reward=[share_of_digits])
+    rows = fit(module, tmp_path, 14, SEVERAL, num_generations=4, stop_token_ids=ENDS)
+    rewards = [row["reward/mean"] for row in rows]
+    assert rewards[0] < 0.1
+    assert rewards[-1] > 0.7
+    assert rows[-1]["completions/mean_turns"] > 2.5  # digits end a turn here
+
+
 LINE = [
     "--rollout.conversation={reply: test_conversation.answer, max_turns: 3, max_reply_length: 32}",
     f"--rollout.sampling.stop_token_ids={list(ENDS)}",

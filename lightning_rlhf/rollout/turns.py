@@ -15,6 +15,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,7 @@ class Speaker:
         tokenizer: PreTrainedTokenizerBase,
         template_args: Mapping[str, Any] | None = None,
     ) -> None:
-        self.conversation, self.tokenizer = conversation, tokenizer
+        self.conversation, self.tokenizer = conversation, deepcopy(tokenizer)  # it may speak in a thread of its own
         self._before, self._after = "", ""
         if conversation.role is not None:
             self._before, self._after = self._around(template_args or {})
