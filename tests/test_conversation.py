@@ -225,7 +225,7 @@ SEVERAL = {"conversation": Conversation(answer, max_turns=3, max_reply_length=32
 
 
 def test_log_probs_of_turns_are_those_of_the_whole_conversation(tmp_path):
-    module = GRPOLightningModule(**TINY_MODULE | {"lr": 0.0}, reward=[digits], mini_batches=2)
+    module = GRPOLightningModule(**TINY_MODULE, reward=[digits], mini_batches=2)
     (row,) = fit(module, tmp_path, 1, SEVERAL, num_generations=2, stop_token_ids=ENDS)
     experience = module.last_experience
     assert 1.0 < row["completions/mean_turns"] < 3.0
