@@ -266,20 +266,23 @@ LINE = [
 
 
 @pytest.mark.parametrize(
-    "options",
-    [[], ["--rollout.async_level=1", "--model.init_args.correction={}"], ["--rollout.filter_groups={}"]],
-    ids=["in turn", "ahead", "filtered"],
+    ("config", "options"),
+    [
+        ("tiny_grpo.yaml", []),
+        ("tiny_ppo.yaml", []),
+        ("tiny_grpo.yaml", ["--rollout.async_level=1", "--model.init_args.correction={}"]),
+        ("tiny_grpo.yaml", ["--rollout.filter_groups={}"]),
+    ],
+    ids=["in turn", "critic", "ahead", "filtered"],
 )
-def test_conversations_do_not_depend_on_how_the_work_is_split(options, tmp_path):
+def test_conversations_do_not_depend_on_how_the_work_is_split(config, options, tmp_path):
     line = [*QUIET, *LINE, *options, "--trainer.max_steps=2"]
-    one = run(tmp_path / "one", "tiny_grpo.yaml", *line)
+    one = run(tmp_path / "one", config, *line)
     assert one[0]["completions/mean_turns"] > 1.0
     two = [*line, "--trainer.devices=2"]
-    assert_equal_runs(one, run(tmp_path / "dp", "tiny_grpo.yaml", *two))
+    assert_equal_runs(one, run(tmp_path / "dp", config, *two))
     if not options:
-        assert_equal_runs(
-            one, run(tmp_path / "sp", "tiny_grpo.yaml", *two, "--trainer.strategy.sequence_parallel_size=2")
-        )
+        assert_equal_runs(one, run(tmp_path / "sp", config, *two, "--trainer.strategy.sequence_parallel_size=2"))
 
 
 def test_the_plan_counts_all_turns_and_refuses_what_cannot_work(capsys, tmp_path):
