@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 Generate = Callable[..., list[Completion]]
 """`RolloutEngine.generate` but for prompts and seeds."""
 
+_TURN, _REPLY = "\u2767turn\u2767", "\u2767reply\u2767"
+
 
 @dataclass(frozen=True)
 class Conversation:
@@ -57,6 +59,12 @@ class Conversation:
         """The same with the length of all turns and replies."""
         total = self.max_turns * sampling.max_completion_length + (self.max_turns - 1) * self.max_reply_length
         return replace(sampling, max_completion_length=total)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What responses depend on, in words that are the same in every process."""
+        name = getattr(self.reply, "__qualname__", type(self.reply).__qualname__)
+        return name, self.max_turns, self.max_reply_length, self.role
 
 
 @dataclass
@@ -96,7 +104,8 @@ class Speaker:
         template_args: further variables of the chat template.
 
     Raises:
-        ValueError: there is no chat template for the role, or a reply has no room in what it puts around it.
+        ValueError: there is no chat template for the role, or a reply has no room in what it puts around it, or ``reply`` is
+            a coroutine.
     """
 
     def __init__(
@@ -106,18 +115,20 @@ class Speaker:
         template_args: Mapping[str, Any] | None = None,
     ) -> None:
         self.conversation, self.tokenizer = conversation, deepcopy(tokenizer)  # it may speak in a thread of its own
-        self._before, self._after = "", ""
-        if conversation.role is not None:
-            self._before, self._after = self._around(template_args or {})
-        around = len(self._encoded(self._before)) + len(self._encoded(self._after))
+        self._arguments = template_args or {}
+        before, after = ("", "") if conversation.role is None else self._around()
+        self._end = self._encoded(before)[:1]
+        around = len(self._encoded(before + after))
         if around >= conversation.max_reply_length:
             raise ValueError(
                 f"rollout.conversation.max_reply_length={conversation.max_reply_length} must be above {around}, the tokens that"
                 " the chat template puts around a reply: raise it"
             )
-        names = inspect.signature(conversation.reply).parameters.values()
+        if any(map(inspect.iscoroutinefunction, (conversation.reply, type(conversation.reply).__call__))):
+            raise ValueError("rollout.conversation.reply must be a plain function, not async: it runs in threads")
+        names = list(inspect.signature(conversation.reply).parameters.values())
         self._all = any(p.kind is p.VAR_KEYWORD for p in names)
-        self._named = {p.name for p in names}
+        self._first, self._named = {p.name for p in names[:1]}, {p.name for p in names[1:]}
 
     def __call__(
         self,
@@ -133,7 +144,7 @@ class Speaker:
             rows: columns of each prompt.
 
         Raises:
-            RuntimeError: ``reply`` failed for every response that it was asked about at a time, or gave no text.
+            RuntimeError: ``reply`` failed, or gave no text, for every first turn.
         """
         talks = [_Talk(list(p), row, seed) for p, row, seed in zip(prompts, rows, seeds, strict=True)]
         going = talks
@@ -151,7 +162,11 @@ class Speaker:
         return [talk.completion for talk in talks]
 
     def _asked(self, talk: _Talk) -> str | Exception | None:
-        columns = {name: value for name, value in talk.row.items() if self._all or name in self._named}
+        columns = {
+            name: deepcopy(value)  # responses to one prompt share it
+            for name, value in talk.row.items()
+            if name not in self._first and (self._all or name in self._named)
+        }
         try:
             reply = self.conversation.reply(list(talk.turns), **columns)
             if not (reply is None or isinstance(reply, str)):
@@ -166,7 +181,7 @@ class Speaker:
         if errors:
             told = f"rollout.conversation.reply failed for {len(errors)} of {len(asked)} responses, first with"
             told = f"{told} {_said(errors[0])}"
-            if len(errors) == len(asked):
+            if len(errors) == len(asked) and len(asked[0].turns) == 1:  # later on few may be left
                 raise RuntimeError(told) from errors[0]
             log.warning("%s; they are left out", told)
         going = []
@@ -181,44 +196,52 @@ class Speaker:
 
     def _between(self, reply: str, turn: Sequence[int]) -> tuple[list[int], str]:
         """Tokens from the end of ``turn`` to the beginning of the next one, and the reply as far as it has room."""
-        before = self._before
-        if turn:  # the template ends a turn as the policy may have done
-            before = before.removeprefix(str(self.tokenizer.decode(turn[-1])))
         limit, content = self.conversation.max_reply_length, self._encoded(reply)
-        ids = self._encoded(before + reply + self._after)
-        while len(ids) > limit:
+        drop = bool(self._end) and list(turn[-1:]) == self._end  # the template ends a turn as the policy has done
+        ids = self._encoded(self._written(reply))[drop:]
+        while len(ids) > limit and content:
             content = content[: len(content) - max(1, len(ids) - limit)]
-            reply = str(self.tokenizer.decode(content))
-            ids = self._encoded(before + reply + self._after)
+            reply = str(self.tokenizer.decode(content)).rstrip("\ufffd")  # a part of a character
+            ids = self._encoded(self._written(reply))[drop:]
         return ids, reply
 
-    def _around(self, arguments: Mapping[str, Any]) -> tuple[str, str]:
+    def _around(self) -> tuple[str, str]:
         """What the chat template writes between an assistant's text and a reply, and between that and the next turn."""
-        role, tokenizer = self.conversation.role, self.tokenizer
-        if not tokenizer.chat_template:
+        role = self.conversation.role
+        if not self.tokenizer.chat_template:
             raise ValueError(
                 f"rollout.conversation.role={role} needs a chat template, and the tokenizer has none: set role to null, which"
                 " puts replies behind turns as they are"
             )
-        turn, reply = "\u2767turn\u2767", "\u2767reply\u2767"
-        said = (("user", "x"), ("assistant", turn), (str(role), reply))
-        messages = [{"role": who, "content": what} for who, what in said]
-        try:
-            text = str(
-                tokenizer.apply_chat_template(messages, tokenize=False, **{**arguments, "add_generation_prompt": True})
+        before, found, after = self._written(_REPLY).partition(_REPLY)
+        if not found:
+            raise ValueError(
+                f"rollout.conversation.role={role}: the chat template does not write such a message: take another role"
             )
+        return before, after
+
+    def _written(self, reply: str) -> str:
+        """What the chat template makes of a reply: all from the end of an assistant's text to the beginning of the next."""
+        role = self.conversation.role
+        if role is None:
+            return reply
+        said = (("user", "x"), ("assistant", _TURN), (role, reply))
+        messages = [{"role": who, "content": what} for who, what in said]
+        arguments = {**self._arguments, "add_generation_prompt": True}
+        try:
+            text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
         except Exception as error:
             raise ValueError(
                 f"rollout.conversation.role={role} is refused by the chat template: {_said(error)}"
             ) from error
-        before, found, after = text.rpartition(turn)[2].partition(reply)
-        if turn not in text or not found:
-            raise ValueError(
-                f"rollout.conversation.role={role}: the chat template does not write such a message as it is: take another role"
-            )
-        return before, after
+        return text.partition(_TURN)[2]
 
     def _encoded(self, text: str) -> list[int]:
+        """Of a text that stands inside of one: tokenizers may put a space before what begins it."""
+        start, ids = self._tokens("\n"), self._tokens("\n" + text)
+        return ids[len(start) :] if ids[: len(start)] == start else self._tokens(text)
+
+    def _tokens(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
     def _decoded(self, ids: Sequence[int]) -> str:
