@@ -28,10 +28,10 @@ Rows = dict[int, list[Completion]]
 """The responses to each prompt, by its key."""
 
 
-def keys(prompts: Prompts, sampling: Sampling) -> list[int]:
-    """Of each prompt's row in the data set, its tokens and how responses are drawn."""
+def keys(prompts: Prompts, sampling: Sampling, *conversation: Any) -> list[int]:
+    """Of each prompt's row in the data set, its tokens and how responses are drawn, and answered (`Conversation.key`)."""
     named = zip(prompts.index.tolist(), map(list, prompts.ids), strict=True)
-    digests = (hashlib.blake2b(repr((row, ids, sampling)).encode(), digest_size=8) for row, ids in named)
+    digests = (hashlib.blake2b(repr((row, ids, sampling, *conversation)).encode(), digest_size=8) for row, ids in named)
     return [int.from_bytes(digest.digest()) for digest in digests]
 
 

@@ -159,7 +159,7 @@ class RolloutCallback(pl.Callback):
         iteration, prompts = trainer.fit_loop.total_batch_idx, batch["prompts"]
         measured = self.log_probs_every > 0 and iteration % self.log_probs_every == 0
         log_probs = measured or module.correction is not None
-        asked = keys(prompts, self.sampling) if self.async_level else []
+        asked = self._keys(prompts) if self.async_level else []
         if self.async_level and self._is_there(iteration, asked, self.sampling.num_generations + module.needs_greedy):
             taken = self._ahead.take(asked)
             batch["rollout"] = Rollout.build(prompts, taken, self.whole(self.sampling), module.needs_greedy)
@@ -219,6 +219,9 @@ class RolloutCallback(pl.Callback):
         rollout, scores = rounds.result()
         return {"prompts": rollout.prompts, "rollout": rollout, "scores": scores}
 
+    def _keys(self, prompts: Prompts) -> list[int]:
+        return keys(prompts, self.sampling, *(self.conversation.key if self.conversation else ()))
+
     def _is_there(self, iteration: int, asked: list[int], each: int) -> bool:
         """Whether the responses of this iteration were generated beside the last one's update."""
         self._settle()
@@ -237,7 +240,7 @@ class RolloutCallback(pl.Callback):
         prompts = trainer.train_dataloader.batch_at(epoch, number)["prompts"]  # type: ignore[union-attr]
         self._steps.wake()
         run, self._own = self._steps.share(prompts, self.sampling, iteration, True, module.needs_greedy)
-        self._ahead.start(iteration, keys(prompts, self.sampling), run, module.strategy.root_device)
+        self._ahead.start(iteration, self._keys(prompts), run, module.strategy.root_device)
 
     def _settle(self) -> None:
         """Wait for the generation beside the update, if one runs: the engine is free then."""
