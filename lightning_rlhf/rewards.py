@@ -166,7 +166,7 @@ class LengthPenalty:
     """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), times ``factor``.
 
     0 up to ``max_length - buffer`` tokens, then falling linearly to ``-factor`` at ``max_length``, and no lower. The paper's
-    L_max is ``max_length`` (20480 there), its L_cache ``buffer`` (4096).
+    L_max is ``max_length`` (20480 there), its L_cache ``buffer`` (4096). Replies in a conversation have no length.
 
     Args:
         max_length: tokens at which the whole penalty is due, as a rule ``max_completion_length``.
@@ -181,9 +181,12 @@ class LengthPenalty:
             )
         self.max_length, self.buffer, self.factor = max_length, buffer, factor
 
-    def __call__(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
+    def __call__(
+        self, completion_ids: Sequence[Sequence[int]], completion_mask: Sequence[Sequence[int]] | None = None
+    ) -> list[float]:
         free = self.max_length - self.buffer
-        return [-self.factor * min(max(len(ids) - free, 0) / self.buffer, 1.0) for ids in completion_ids]
+        lengths = map(sum, completion_mask) if completion_mask else map(len, completion_ids)
+        return [-self.factor * min(max(length - free, 0) / self.buffer, 1.0) for length in lengths]
 
 
 class RewardModel:

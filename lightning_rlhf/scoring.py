@@ -123,6 +123,7 @@ class Scorer:
                 run.start()
         for run in runs:
             run.finish()
+            run.leave_out_replies(rollout)
         parts = {run.reward.name: run.values for run in runs} | {n: found for n, (found, _) in (given or {}).items()}
         weights = torch.tensor([*self.weights, *(weight for _, weight in (given or {}).values())])
         values = torch.stack(list(parts.values()))
@@ -202,6 +203,15 @@ class _Run:
                 f" out, the first error: {self._reason()}",
                 stacklevel=3,
             )
+
+    def leave_out_replies(self, rollout: Rollout) -> None:
+        """What was given to tokens that the policy did not draw does not count."""
+        for row, steps in self.steps.items():
+            completion = rollout.completions[row]
+            if completion.spans and all(end is None for end, _ in steps):
+                own = zip_longest(steps, completion.mask[: len(steps)], fillvalue=1.0)  # what is too much stays
+                self.steps[row] = [(None, value if on else 0.0) for (_, value), on in own]
+                self.values[row] = math.fsum(value for _, value in self.steps[row])
 
     def _parts(self) -> list[Rows]:
         """The responses that go into one call: all of them; for processes those of some prompts."""
@@ -312,13 +322,18 @@ def reward_arguments(
             for prompt, text in zip(raw, texts, strict=True)
         ],
         "completion_ids": [completion.token_ids for completion in rollout.completions],
+        **({"completion_mask": [list(map(int, c.mask)) for c in rollout.completions]} if _several(rollout) else {}),
         **({"turns": turns} if (turns := _turns(rollout, decode)) else {}),
     }
 
 
+def _several(rollout: Rollout) -> bool:
+    return any(completion.spans for completion in rollout.completions)
+
+
 def _turns(rollout: Rollout, decode: Callable[[list[int]], str] | None) -> list[list[str]]:
     """Of conversations the texts of the policy's turns and the replies, in turn; none of other responses."""
-    if decode is None or not any(completion.spans for completion in rollout.completions):
+    if decode is None or not _several(rollout):
         return []
     return [
         [text for pair in zip_longest(map(decode, c.turns), c.replies) for text in pair if text is not None]

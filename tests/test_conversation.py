@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import math
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from test_runs import QUIET, assert_equal_runs, run
 from toys import TINY_MODULE, fit
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from lightning_rlhf import Completion, Conversation, GRPOLightningModule, Sampling
-from lightning_rlhf.callbacks.ahead import Ahead
+from lightning_rlhf import Completion, Conversation, GRPOLightningModule, RolloutCallback, Sampling
+from lightning_rlhf.callbacks.ahead import Ahead, keys
+from lightning_rlhf.callbacks.samples import sample_columns
 from lightning_rlhf.cli import main
 from lightning_rlhf.modules.experience import gather_experience
 from lightning_rlhf.modules.frozen_reward import FrozenRewardModel
+from lightning_rlhf.rewards import LengthPenalty, RewardError
 from lightning_rlhf.rollout.turns import Speaker
-from lightning_rlhf.scoring import reward_arguments
+from lightning_rlhf.scoring import Scorer, reward_arguments
 from lightning_rlhf.tiny import tiny_model
 from lightning_rlhf.types import Prompts, Rollout, Scores
 
@@ -115,6 +119,78 @@ def test_a_long_reply_is_cut_and_the_template_around_it_is_not(tokenizer):
         talk(tokenizer, Script(tokenizer, "a"), lambda turns: "r", max_reply_length=8)
 
 
+HEAD = "{% for m in messages %}{{ '<|start|>' + m.role + '<|end|>\\n\\n' }}"
+TAIL = "<|im_end|>{% endfor %}{{ '<|start|>assistant<|end|>\\n\\n' }}"
+TEMPLATES = {  # as those of Gemma and Llama 3 treat a message
+    "trims": HEAD + "{{ m.content | trim }}" + TAIL,
+    "quotes": HEAD + "{{ m.content | tojson if m.role == 'tool' else m.content }}" + TAIL,
+}
+
+
+@pytest.mark.parametrize(
+    "said", ["plain", "  spaces \n", 'a "quote"\nand a line', "", " ", "naïve 😀", "ends<|im_end|>early"]
+)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_reply_is_what_the_template_makes_of_it(tokenizer, name, said):
+    own = AutoTokenizer.from_pretrained(tiny_model())
+    own.chat_template = TEMPLATES[name]
+    messages = [{"role": "user", "content": "hi"}]
+    prompt = own.apply_chat_template(messages, tokenize=False)
+    (done,) = talk(own, Script(own, "one", "two"), lambda turns: said, prompt=prompt, max_turns=2, role="tool")
+    messages += [{"role": "assistant", "content": "one"}, {"role": "tool", "content": said}]
+    whole = own.apply_chat_template(messages, tokenize=False) + "two<|im_end|>"
+    assert encode(own, prompt) + done.token_ids == encode(own, whole)
+    assert done.replies == (said,)
+
+
+def sentencepiece(kind):
+    """A tokenizer that puts a space before what begins a text, as those of Llama 2 (legacy or not) and Mistral do."""
+    characters = ["<unk>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *map(chr, range(33, 127))]
+    backend = Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(characters)}, merges=[], unk_token="<unk>", byte_fallback=True)
+    )
+    if kind == "legacy":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    spaces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(spaces)
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<unk>", "</s>")])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+
+
+INSTRUCT = "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else m.content + '</s>' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(("template", "role", "end"), [(INSTRUCT, "user", "</s>"), (None, None, "")])
+@pytest.mark.parametrize("kind", ["legacy", "first"])
+def test_no_space_is_put_before_what_follows_a_turn(kind, template, role, end):
+    own = sentencepiece(kind)
+    own.chat_template = template
+    begin, between = ("[INST] hi [/INST]", "[INST] 3; [/INST]") if template else ("x=", "3;")
+    whole = encode(own, f"{begin}one{end}{between}two{end}")
+    first, last = len(encode(own, f"{begin}one{end}")), len(encode(own, f"{begin}one{end}{between}"))
+    script = Script(own, "", "", end=())
+    script.turns = [whole[len(encode(own, begin)) : first], whole[last:]]
+    (done,) = talk(own, script, lambda turns: "3;", prompt=begin, max_turns=2, role=role)
+    assert encode(own, begin) + done.token_ids == whole
+
+
+def test_a_token_that_begins_like_the_end_of_a_turn_is_none(tokenizer):
+    own = AutoTokenizer.from_pretrained(tiny_model())
+    own.chat_template = TEMPLATES["trims"]
+    (done,) = talk(own, Script(own, "a<", "b", end=()), lambda turns: "r", max_turns=2)
+    assert own.decode(done.token_ids).startswith("a<<|im_end|><|start|>user")
+
+
+def test_a_reply_is_cut_between_characters(tokenizer):
+    for limit in (40, 41):
+        (done,) = talk(
+            tokenizer, Script(tokenizer, "a", "b"), lambda turns: "ä" * 99, max_turns=2, max_reply_length=limit
+        )
+        assert set(done.replies[0]) == {"ä"}
+
+
 # -- who says what, and when it ends -----------------------------------------------------------------------------------
 
 
@@ -160,6 +236,55 @@ def test_a_reply_that_fails_leaves_its_response_out_and_if_all_do_the_run_ends(t
         talk(tokenizer, Script(tokenizer, "a"), reply, rows=[{"n": 0}])
 
 
+def test_a_reply_that_fails_for_the_last_that_goes_on_does_not_end_the_run(tokenizer):
+    def reply(turns, n):
+        if len(turns) > 1:
+            raise TimeoutError
+        return "r" if n else None
+
+    script = Script(tokenizer, "a", "b")
+    done = talk(tokenizer, script, reply, rows=[{"n": 0}, {"n": 1}], seeds=(0, 1), max_turns=3)
+    assert [c.finish_reason for c in done] == ["stop", "abort"]
+
+
+class Tool:
+    def __call__(self, turns, **columns):
+        return f"{len(turns)}{sorted(columns)}"
+
+    def method(self, said, n=0):
+        return f"{len(said)}{n}"
+
+
+def test_any_callable_may_answer_and_a_column_never_takes_the_place_of_the_turns(tokenizer):
+    row = {"turns": 7, "said": 8, "n": 3}
+    for reply, expected in (
+        (Tool(), "1['n', 'said']"),
+        (Tool().method, "13"),
+        (partial(Tool().method, n=5), "13"),
+        (lambda turns, n: str(n), "3"),
+    ):
+        (done,) = talk(tokenizer, Script(tokenizer, "a", "b"), reply, rows=[row], max_turns=2)
+        assert done.replies == (expected,)
+
+    async def slow(turns):
+        return "r"
+
+    with pytest.raises(ValueError, match=r"conversation\.reply must be a plain function, not async"):
+        talk(tokenizer, Script(tokenizer, "a"), slow)
+
+
+def test_what_a_reply_does_to_its_columns_changes_nothing_else(tokenizer):
+    row = {"board": [[0, 0]]}
+
+    def move(turns, board):
+        board[0][0] += 1
+        return str(board[0][0])
+
+    done = talk(tokenizer, Script(tokenizer, "a", "b"), move, rows=[row] * 3, seeds=(0, 1, 2), max_turns=2)
+    assert [c.replies for c in done] == [("1",)] * 3
+    assert row == {"board": [[0, 0]]}
+
+
 def test_replies_are_computed_at_once(tokenizer):
     together = threading.Barrier(3, timeout=30)
 
@@ -201,6 +326,37 @@ def test_rewards_see_the_turns_and_the_replies():
     assert arguments["completions"] == ["a", "b"]
     plain = Rollout.build(rollout().prompts, [Completion([5], "stop")] * 2, Sampling(num_generations=2))
     assert "turns" not in reward_arguments(plain, ["a", "b"], str)
+
+
+def test_a_reply_has_no_length_and_no_reward():
+    def steps(completion_ids, **_):
+        return [[1.0, 1.0, 50.0, 50.0, 1.0], 2.0]
+
+    scores = Scorer([steps, LengthPenalty(max_length=4, buffer=2)])(rollout(), ["a", "b"])
+    assert scores.parts["steps"].tolist() == [3.0, 2.0]
+    assert scores.parts["LengthPenalty"].tolist() == [-0.5, 0.0]
+    assert scores.tokens.tolist() == [[1, 1, 0, 0, 1], [0, 0, 0, 0, 0]]
+    assert gather_experience(rollout(), scores, lambda share: [share]).rewards.sum(1).tolist() == [2.5, 2.0]
+    with pytest.raises(RewardError, match=r"one number per token, 5, got 6"):
+        Scorer([lambda **_: [[1.0] * 6, 2.0]])(rollout(), ["a", "b"])
+
+
+def test_samples_count_what_was_sampled(tokenizer):
+    assert sample_columns(rollout(), Scores(torch.tensor([1.0, 2.0])), tokenizer)["length"] == [3, 1]
+
+
+def test_responses_ahead_are_not_those_of_another_conversation():
+    prompts = rollout().prompts
+    talks = [
+        Conversation(answer),
+        Conversation(answer, max_turns=2),
+        Conversation(digits),
+        Conversation(answer, role=None),
+    ]
+    found = [RolloutCallback(conversation=one)._keys(prompts) for one in (None, *talks)]
+    assert len(set(map(tuple, found))) == 5
+    assert found[0] == keys(prompts, RolloutCallback().sampling)
+    assert found[1] == RolloutCallback(conversation=Conversation(answer))._keys(prompts)
 
 
 def test_a_checkpoint_keeps_conversations_that_were_generated_ahead():

@@ -124,7 +124,7 @@ def sample_columns(rollout: Rollout, scores: Scores, tokenizer: Any, experience:
         total = (experience.advantages.cpu()[rows] * mask).sum(dim=1)
         columns["advantage"] = (total / mask.sum(dim=1).clamp(min=1)).tolist()
     return columns | {
-        "length": [len(c.token_ids) for c in rollout.completions],
+        "length": rollout.mask.sum(1).int().tolist(),
         "finish_reason": [c.finish_reason for c in rollout.completions],
         "prompt_index": rollout.prompts.index.repeat_interleave(n).tolist(),
         **{f"log/{name}": list(values) for name, values in scores.columns.items()},
