@@ -209,8 +209,8 @@ class _Run:
         for row, steps in self.steps.items():
             completion = rollout.completions[row]
             if completion.spans and all(end is None for end, _ in steps):
-                own = zip_longest(steps, completion.mask[: len(steps)], fillvalue=1.0)  # what is too much stays
-                self.steps[row] = [(None, value if on else 0.0) for (_, value), on in own]
+                counted = [*completion.mask, *[1.0] * len(steps)]  # what is too much stays
+                self.steps[row] = [(None, value * on) for (_, value), on in zip(steps, counted, strict=False)]
                 self.values[row] = math.fsum(value for _, value in self.steps[row])
 
     def _parts(self) -> list[Rows]:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from test_runs import QUIET, assert_equal_runs, run
-from toys import TINY_MODULE, fit
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from toys import TINY_MODULE, fit
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_rlhf import Completion, Conversation, GRPOLightningModule, RolloutCallback, Sampling
@@ -159,7 +159,10 @@ def sentencepiece(kind):
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
 
 
-INSTRUCT = "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else m.content + '</s>' }}{% endfor %}"
+INSTRUCT = (
+    "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else m.content + '</s>' }}"
+    "{% endfor %}"
+)
 
 
 @pytest.mark.parametrize(("template", "role", "end"), [(INSTRUCT, "user", "</s>"), (None, None, "")])
@@ -265,6 +268,9 @@ def test_any_callable_may_answer_and_a_column_never_takes_the_place_of_the_turns
     ):
         (done,) = talk(tokenizer, Script(tokenizer, "a", "b"), reply, rows=[row], max_turns=2)
         assert done.replies == (expected,)
+
+    with pytest.raises(ValueError, match=r"conversation\.reply asks for 'word', which is none of turns, said, n$"):
+        talk(tokenizer, Script(tokenizer, "a"), lambda turns, word: word, rows=[row])
 
     async def slow(turns):
         return "r"

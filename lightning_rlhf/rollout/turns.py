@@ -129,6 +129,8 @@ class Speaker:
         names = list(inspect.signature(conversation.reply).parameters.values())
         self._all = any(p.kind is p.VAR_KEYWORD for p in names)
         self._first, self._named = {p.name for p in names[:1]}, {p.name for p in names[1:]}
+        by_name = [p for p in names[1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._needed = {p.name for p in by_name if p.default is p.empty}
 
     def __call__(
         self,
@@ -144,8 +146,12 @@ class Speaker:
             rows: columns of each prompt.
 
         Raises:
-            RuntimeError: ``reply`` failed, or gave no text, for every first turn.
+            ValueError: ``reply`` names a column that there is not.
+            RuntimeError: it failed, or gave no text, for every first turn.
         """
+        if rows and (missing := sorted(self._needed - rows[0].keys())):
+            columns = ", ".join(rows[0]) or "no column"
+            raise ValueError(f"rollout.conversation.reply asks for {missing[0]!r}, which is none of {columns}")
         talks = [_Talk(list(p), row, seed) for p, row, seed in zip(prompts, rows, seeds, strict=True)]
         going = talks
         with ThreadPoolExecutor(self.conversation.threads, thread_name_prefix="reply") as pool:
