@@ -31,6 +31,8 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+FITS = {"7b": ("--gpu_memory=0.25", "--micro_batch_tokens=12800", "--model.init_args.gradient_checkpointing=selective")}
+"""With which a step of the shape fits one H200; the same on all numbers of GPUs."""
 LONG = "{lora: {r: 16}, gradient_checkpointing: selective, tiled_mlp: 16384, offload_activations: true%s}"
 
 
@@ -79,7 +81,7 @@ def rows(a: argparse.Namespace) -> list[Row]:
             "--only=ours",
             f"--device={a.device}",
         ]
-        given = [f"--{option}" for option in a.options]
+        given = [*(FITS.get(shape, ()) if a.device == "gpu" else ()), *(f"--{option}" for option in a.options)]
         if any(option.startswith(strategy) for option in options):
             options = ("--trainer.strategy=lightning_rlhf.FSDPUlyssesStrategy", *options)
         return Row(f"step {shape} {name}", gpus, "step.py", (*work, *options, *given))
