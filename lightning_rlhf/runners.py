@@ -18,12 +18,14 @@ import multiprocessing
 import pickle
 import queue
 import signal
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import partial
+from types import FrameType
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -32,6 +34,7 @@ from lightning_rlhf.rewards import RewardError
 
 _THREADS = 32
 _START_SECONDS = 300.0
+_DEBUGGERS = ("bdb.py", "pdb.py", "pydevd")
 
 
 class Job(Protocol):
@@ -45,8 +48,6 @@ class Job(Protocol):
 def _settle(future: Future[Any], job: Callable[[], Any]) -> None:
     try:
         future.set_result(job())
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:  # exit() in a reward function is a failure like any other
         future.set_exception(error)
 
@@ -286,6 +287,20 @@ def _answer(job: Callable[[], Any]) -> tuple[Any, str | None, bool]:
         return None, str(error), True
     except BaseException as error:
         return None, f"{type(error).__name__}: {error}", False
+
+
+def at_breakpoint() -> bool:
+    """Whether a thread of this process is in a debugger."""
+    return any(name in files_of(frame) for frame in sys._current_frames().values() for name in _DEBUGGERS)
+
+
+def files_of(frame: FrameType | None) -> str:
+    """Of the code that a stack is in, one a line."""
+    files = []
+    while frame is not None:
+        files.append(frame.f_code.co_filename)
+        frame = frame.f_back
+    return "\n".join(files)
 
 
 def _end(timeout: float | None) -> float:

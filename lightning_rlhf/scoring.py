@@ -10,6 +10,7 @@ loss. What is wrong for every response is a `RewardError` instead: see `calls`.
 
 from __future__ import annotations
 
+import bdb
 import math
 import pickle
 import time
@@ -19,6 +20,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
+from pkgutil import resolve_name
 from typing import Any, TypeAlias
 
 import torch
@@ -26,7 +28,7 @@ import torch
 from lightning_rlhf.calls import Outcome, Reward, RewardJob
 from lightning_rlhf.process_rewards import Steps, token_rewards
 from lightning_rlhf.rewards import RewardError, normal_answer
-from lightning_rlhf.runners import EventLoop, Inline, Threads, Workers
+from lightning_rlhf.runners import EventLoop, Inline, Threads, Workers, at_breakpoint
 from lightning_rlhf.types import Rollout, Scores
 
 Rows: TypeAlias = list[int]
@@ -47,7 +49,7 @@ class Scorer:
     """Runs reward functions and adds up what they say.
 
     Args:
-        functions: reward functions, or objects that can be called like one.
+        functions: reward functions, objects that can be called like one, or dotted paths of either.
         weights: of each in the sum; 1 by default.
         timeout: seconds that one call may take, and once more the repetition response by response. None: no limit, and
             functions run in the calling thread, which those need that use signals themselves. So do objects with
@@ -61,13 +63,14 @@ class Scorer:
 
     def __init__(
         self,
-        functions: Sequence[Callable[..., Any]],
+        functions: Sequence[Callable[..., Any] | str],
         weights: Sequence[float] | None = None,
         timeout: float | None = 60.0,
         workers: int = 0,
     ) -> None:
-        if not all(callable(f) for f in functions):
-            raise ValueError(f"reward must be a list of functions, got {functions!r}")
+        if not isinstance(functions, list | tuple):
+            raise ValueError(f"reward must be a list of functions, got {functions!r}: put it into a list")
+        functions = [_function(one) for one in functions]
         if weights is not None and len(weights) != len(functions):
             raise ValueError(f"reward_weights must have one weight per function, {len(functions)}, got {len(weights)}")
         if not all(map(math.isfinite, weights or ())):
@@ -245,11 +248,15 @@ class _Run:
         """Take in what came back in time; returns the parts that did not."""
         left = None if self.timeout is None else max(0.0, since + self.timeout + self.runner.grace - time.monotonic())
         late = wait(futures, left).not_done
+        while late and at_breakpoint():
+            late = wait(futures, self.timeout).not_done
         if late:
             self.runner.give_up()
         failed = []
         for rows, future in zip(parts, futures, strict=True):
             error = TimeoutError() if future in late else future.exception()
+            if isinstance(error, KeyboardInterrupt | bdb.BdbQuit):
+                raise error
             if isinstance(error, RewardError):
                 raise RewardError(f"reward {self.reward.name} {error}") from error
             if isinstance(error, ImportError):
@@ -282,6 +289,24 @@ class _Run:
         if "signal only works in main thread" in text or "signal.alarm" in text:
             return f"{text} (functions that use signals need a worker process, or no time limit)"
         return text
+
+
+def _function(one: Callable[..., Any] | str) -> Callable[..., Any]:
+    """A reward function, if need be by its dotted path; a class there is made without arguments, as on the command line."""
+    given = one
+    if isinstance(one, str):
+        try:
+            one = resolve_name(one)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"reward must be a list of functions or their dotted paths, got {given!r}: {error}"
+            ) from None
+        one = one() if isinstance(one, type) else one
+    if isinstance(one, type):
+        raise ValueError(f"reward {one.__name__} is a class: give an object of it, {one.__name__}()")
+    if not callable(one):
+        raise ValueError(f"reward must be a list of functions, got {given!r}")
+    return one
 
 
 def _check_pickles(reward: Reward) -> None:

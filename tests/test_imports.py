@@ -81,6 +81,7 @@ ALLOWED = {
     "callbacks": {
         "host_memory",
         "rollout",
+        "runners",
         "restricted",
         "storage",
         "types",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bdb
 import importlib
 import math
 import os
@@ -18,7 +19,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_rlhf.rewards import LengthPenalty, RewardError, exact_answer, numeric_answer
+from lightning_rlhf.rewards import FormatReward, LengthPenalty, RewardError, exact_answer, numeric_answer
 from lightning_rlhf.scoring import Scorer
 from lightning_rlhf.types import Completion, Prompts, Rollout, Sampling
 
@@ -227,6 +228,12 @@ def test_the_total_is_the_weighted_sum_over_those_that_have_an_opinion():
     assert scores.failures == 0
 
 
+def test_functions_may_be_given_by_dotted_path():
+    scorer = Scorer(["lightning_rlhf.rewards.exact_answer", "lightning_rlhf.rewards.FormatReward", length])
+    assert [reward.name for reward in scorer.rewards] == ["exact_answer", "FormatReward", "length"]
+    assert isinstance(scorer.rewards[1].function, FormatReward)
+
+
 def test_names_are_unique_and_come_from_function_partial_or_class():
     functions = [length, length, partial(length), LengthPenalty(8, 4), LengthPenalty(6, 2), lambda completions: [1] * 4]
     parts = Scorer(functions)(rollout(), list("abcd")).parts
@@ -259,6 +266,28 @@ def test_only_the_response_that_hangs_a_function_is_lost_and_time_is_bounded():
         scores = Scorer([hangs_on_x], timeout=0.3)(rollout(), ["a", "x", "bb", "ccc"])
     assert time.monotonic() - start < 20
     same(scores.total, [1, nan, 2, 3])
+
+
+def test_a_function_at_a_breakpoint_has_all_the_time_and_is_called_once():
+    calls = []
+
+    def stops(completions, **kwargs):
+        calls.append(len(completions))
+        exec(compile("import time; time.sleep(1)", "/lib/python3/bdb.py", "exec"))
+        return length(completions)
+
+    same(Scorer([stops], timeout=0.2)(rollout(), ["a", "b", "bb", "ccc"]).total, [1, 1, 2, 3])
+    assert calls == [4]
+
+
+@pytest.mark.parametrize("timeout", [30.0, None])
+@pytest.mark.parametrize("end", [KeyboardInterrupt, bdb.BdbQuit])
+def test_what_ends_a_run_ends_it_in_a_reward_too(end, timeout):
+    def ends(completions, **kwargs):
+        raise end
+
+    with pytest.raises(end):
+        Scorer([ends], timeout=timeout)(rollout(), list("abcd"))
 
 
 def test_a_response_lost_to_several_functions_counts_once():
@@ -524,6 +553,12 @@ def test_what_cannot_be_sent_to_a_worker_is_refused_at_once():
 def test_impossible_settings_are_refused():
     with pytest.raises(ValueError, match="list of functions"):
         Scorer(["exact_answer"])
+    with pytest.raises(ValueError, match="list of functions.* put it into a list"):
+        Scorer(length)
+    with pytest.raises(ValueError, match=r"reward FormatReward is a class: give an object of it, FormatReward\(\)"):
+        Scorer([FormatReward])
+    with pytest.raises(ValueError, match="got 'lightning_rlhf.rewards.exact': .* no attribute 'exact'"):
+        Scorer(["lightning_rlhf.rewards.exact"])
     with pytest.raises(ValueError, match="one weight per function, 1, got 2"):
         Scorer([length], weights=[1, 2])
     with pytest.raises(ValueError, match=r"reward_weights must be finite, got \[nan\]"):

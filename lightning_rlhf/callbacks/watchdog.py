@@ -30,6 +30,8 @@ import torch.distributed as dist
 from jsonargparse.typing import PositiveFloat
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
+from lightning_rlhf.runners import at_breakpoint, files_of
+
 HUNG = 124
 """Exit code of a process that hung: that of timeout(1)."""
 ORPHANED = 125
@@ -45,7 +47,6 @@ _ROLLOUT = ("generate", "sync", "wake", "sleep", "offload", "reload")
 _ROLLOUT_TIMES = 6
 """How much longer the steps of a rollout may take: nothing is heard of an engine until all responses are there."""
 _WAITS = "distributed_c10d.py"
-_DEBUGGERS = ("bdb.py", "pdb.py", "pydevd")
 
 
 @dataclass(eq=False)
@@ -212,10 +213,6 @@ def _end(code: int, text: str) -> None:
 
 
 def _is_in_no_hurry() -> bool:
-    """Whether the main thread waits for other ranks or is at a breakpoint."""
+    """Whether the main thread waits for other ranks or any is at a breakpoint."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        if any(name in frame.f_code.co_filename for name in (_WAITS, *_DEBUGGERS)):
-            return True
-        frame = frame.f_back
-    return False
+    return _WAITS in files_of(frame) or at_breakpoint()

@@ -34,7 +34,7 @@ class ScoredModule(TrainedModule):
 
     Args:
         model: see `TrainedModule`.
-        reward: functions by dotted path, in TRL's signature ``f(prompts, completions, **columns)`` or verl's
+        reward: functions, or their dotted paths, in TRL's signature ``f(prompts, completions, **columns)`` or verl's
             ``f(data_source, solution_str, ground_truth, extra_info)``; not needed when `score` is overridden.
         reward_weights: one per function, default 1.
         reward_clip: lowest and highest reward of a response in training, e.g. [-5, 5]; metrics and validation have it unclipped.
@@ -66,7 +66,7 @@ class ScoredModule(TrainedModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
-        self.scorer = Scorer(reward or [], reward_weights, timeout=reward_timeout, workers=reward_workers)
+        self.scorer = Scorer([] if reward is None else reward, reward_weights, timeout=reward_timeout, workers=reward_workers)
         if reward_model is not None and "reward_model" in (reward.name for reward in self.scorer.rewards):
             raise ValueError(
                 "model.reward: a function called reward_model has no name of its own beside model.reward_model: rename it"
