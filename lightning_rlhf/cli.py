@@ -56,6 +56,8 @@ from lightning_rlhf.types import Sampling
 OBSERVERS = ("Throughput", "Memory", "Samples", "IterationCheckpoint")
 """Callbacks that a run has by default; ``trainer.callbacks: []`` removes them, ``callbacks+:`` appends."""
 
+_GROUPS = ("model", "data", "rollout", "trainer", "seed_everything", "imports", "config", "ckpt_path")
+
 CLEAN_UP_S = 120.0
 """What one of several processes may take to end after an error."""
 
@@ -320,13 +322,19 @@ def readable(message: str) -> str:
             keys += [found[1]] if found[1] and found[1] not in keys else []
             line = line[found.end() :]
         types += re.findall(r"Expected a <class '(?!NoneType)(\w+)'>", line)
+        types += ["class path"] if re.match(r"Not a valid subclass|Expected a dot import path", line) else []
+        if found := re.match(r"Expected a <class '\w+'>\. Got value: (.*)", line):
+            given = given or found[1]
         if line.startswith("Given value:") and not given and len(line) < 120 and "Namespace(" not in line:
             given = re.sub(r"NestedArg\(key=.*, val='?(.*?)'?\)$", r"\1", line.removeprefix("Given value:").strip())
         elif line and not re.match(
-            r"Does not validate|Subtypes:|Errors:|Given value|Expected a (<class|path but|dot)", line
+            r"Does not validate|Subtypes:|Errors:|Given value|Expected a (<class|path but|dot)|Not a valid subclass"
+            r"|Subclass types|a class path|a dict with",
+            line,
         ):
             reasons.append(line)
-    kinds = [f"a list such as [{given}]" if kind == "list" else f"a {kind}" for kind in dict.fromkeys(types)]
+    articles = {"list": f"a list such as [{given}]", "int": "an int"}
+    kinds = [articles.get(kind, f"a {kind}") for kind in dict.fromkeys(types)]
     expected = f"must be {' or '.join(kinds)}" if kinds else "is not accepted"
     text = " or ".join(dict.fromkeys(reasons)) or f"{expected}, got {given or ' '.join(message.split())}"
     text = re.sub(r"Expected a typing\.Literal(\[[^]]*\])\. Got value: (.*)", r"must be one of \1, got \2", text)
@@ -342,9 +350,16 @@ def readable(message: str) -> str:
 
 def _suggestion(text: str) -> str:
     """A known option that looks like the unknown one."""
-    unknown = re.search(r"Option '([^']+)' is not accepted|unrecognized arguments: --(\S+)", text)
+    unknown = re.search(
+        r"(?:Option|Group '.*' does not accept option) '([^']+)'|unrecognized arguments: --(\S+)|not accept option '([^']+)'",
+        text,
+    )
     if unknown is None:
         return ""
+    whole = (unknown[1] or unknown[2] or unknown[3]).split("=")[0]
+    if not unknown[1] and whole.partition(".")[0] not in _GROUPS:
+        close = difflib.get_close_matches(whole.partition(".")[0], _GROUPS, 1, 0.6)
+        return f", did you mean {close[0]!r}?" if close else ""
     classes = (
         ModelSettings,
         *PPOLightningModule.__mro__[:-1],
@@ -362,8 +377,7 @@ def _suggestion(text: str) -> str:
         pl.Trainer,
     )
     known = {name for c in classes for name in inspect.signature(c).parameters}
-    option = (unknown[1] or unknown[2]).split("=")[0].rsplit(".", 1)[-1]
-    close = difflib.get_close_matches(option, known, 1, 0.6)
+    close = difflib.get_close_matches(whole.rpartition(".")[2], known, 1, 0.6)
     return f", did you mean {close[0]!r}?" if close else ""
 
 

@@ -11,7 +11,7 @@ sequence-parallel group are one data rank and see the same prompts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -100,7 +100,7 @@ class ValidationSet:
     def rows(self, seed: int) -> Rows:
         if self.task is not None:
             return TaskRows(self.task, self.size, seed, self.task_args)
-        return read_rows(str(self.path), self.split, self.subset)
+        return read_rows(self.path, self.split, self.subset)
 
 
 class PromptDataModule(pl.LightningDataModule):
@@ -108,7 +108,7 @@ class PromptDataModule(pl.LightningDataModule):
 
     Args:
         path: a .jsonl, .json, .parquet or .csv file, a folder or hub data set id (read by `datasets.load_dataset`), or the
-            dotted path of your own iterable of dicts or function returning one.
+            dotted path of your own iterable of dicts or function returning one; in Python also these themselves.
         task: a reasoning-gym task instead of ``path``, such as chain_sum; score it with `rewards.reasoning_gym`.
         task_args: the task's own options.
         task_size: rows made of ``task``.
@@ -184,7 +184,7 @@ class PromptDataModule(pl.LightningDataModule):
         self.path, self.task, self.task_args, self.task_size = path, task, task_args, task_size
         self.subset, self.split = subset, split
         self.val_size = val_size
-        self.val_sets = {name: ValidationSet(one) if isinstance(one, str) else one for name, one in (val or {}).items()}
+        self.val_sets = {name: _validation_set(one) for name, one in (val or {}).items()}
         if val_task is not None:
             self.val_sets[set_name(val_task)] = ValidationSet(task=val_task, task_args=val_task_args, size=val_size)
         elif val_path is not None or val_split is not None:
@@ -202,6 +202,7 @@ class PromptDataModule(pl.LightningDataModule):
         self.max_image_pixels = max_image_pixels
         self.train_table: PromptTable | None = None
         self.val_tables: dict[str, PromptTable] = {}
+        self._module: pl.LightningModule | None = None
 
     @cached_property
     def train_rows(self) -> Rows:
@@ -224,11 +225,14 @@ class PromptDataModule(pl.LightningDataModule):
         _ = self.train_rows, self.val_rows
 
     def setup(self, stage: str) -> None:
-        """Tokenise and check; a second call does nothing.
+        """Tokenise and check; a second call for the same module does nothing.
 
         Raises:
             ValueError: a prompt that is none, ``batch_size`` not a multiple of the data ranks, a set below one batch.
         """
+        if (module := None if self.trainer is None else self.trainer.lightning_module) is not self._module:
+            self._module, self.train_table, self.val_tables = module, None, {}  # another tokenizer
+            self.__dict__.pop("_encoder", None)
         replicas = self._ranks["num_replicas"]
         if stage == "fit":
             check_batch_size(self.batch_size, replicas)
@@ -294,9 +298,8 @@ class PromptDataModule(pl.LightningDataModule):
 
     @cached_property
     def _encoder(self) -> PromptEncoder:
-        module = None if self.trainer is None else self.trainer.lightning_module
-        tokenizer = tokenizer_of(self.tokenizer, module)
-        vision = getattr(module, "vision", None)
+        tokenizer = tokenizer_of(self.tokenizer, self._module)
+        vision = getattr(self._module, "vision", None)
         if self.max_image_pixels is not None:
             if vision is None:
                 raise ValueError("data.max_image_pixels needs a vision-language model: leave it out")
@@ -343,8 +346,20 @@ class PromptDataModule(pl.LightningDataModule):
         return self.val_dataloader()
 
 
-def set_name(source: str) -> str:
-    """What a validation set is called by default: the file without its ending, the last part of an id or dotted path."""
+def _validation_set(given: Any) -> ValidationSet:
+    """As YAML or Python says it: whole, its fields, or its path."""
+    if isinstance(given, ValidationSet):
+        return given
+    if isinstance(given, dict) and (unknown := given.keys() - {field.name for field in fields(ValidationSet)}):
+        raise ValueError(f"a set of data.val has no {', '.join(sorted(unknown))}: see ValidationSet")
+    return ValidationSet(**given) if isinstance(given, dict) else ValidationSet(given)
+
+
+def set_name(source: Any) -> str:
+    """What a validation set is called by default: the file without its ending, the last part of an id or dotted path; heldout if
+    it has neither."""
+    if not isinstance(source, str | Path):
+        return "heldout"
     path = Path(source)
     return path.stem if path.suffix in (".jsonl", ".json", ".parquet", ".csv") else path.name.rpartition(".")[2]
 

@@ -97,9 +97,19 @@ class PromptEncoder:
         return [ids if ids[: len(prefix)] == prefix else prefix + ids for ids in self.bare(texts)]
 
     def bare(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of texts that do not begin a sequence."""
+        """Token ids of texts that do not begin a sequence.
+
+        Raises:
+            ValueError: one holds half of a surrogate pair, as a text that was cut inside an emoji does.
+        """
         if not texts:
             return []
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                near = text[max(0, error.start - 20) : error.end + 20]
+                raise ValueError(f"data: {near!a} is no Unicode text ({error.reason}): mend or drop its row") from None
         return self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)[
             "input_ids"
         ]

@@ -70,12 +70,12 @@ class Scorer:
     ) -> None:
         if not isinstance(functions, list | tuple):
             raise ValueError(f"reward must be a list of functions, got {functions!r}: put it into a list")
-        functions = [_function(one) for one in functions]
+        called = [_function(one) for one in functions]
         if weights is not None and len(weights) != len(functions):
             raise ValueError(f"reward_weights must have one weight per function, {len(functions)}, got {len(weights)}")
         if not all(map(math.isfinite, weights or ())):
             raise ValueError(f"reward_weights must be finite, got {list(weights or ())}")
-        self.rewards = [Reward(f, name) for f, name in zip(functions, _names(functions), strict=True)]
+        self.rewards = [Reward(f, name) for f, name in zip(called, _names(called), strict=True)]
         self.weights = [1.0] * len(functions) if weights is None else [float(w) for w in weights]
         self.timeout, self.workers = timeout, workers
         self._inline = Inline()

@@ -22,8 +22,8 @@ Rows: TypeAlias = Sequence[Row]
 """Anything with ``len`` and integer indexing: a `datasets.Dataset`, a list, a procedural task."""
 
 
-def read_rows(path: str, split: str = "train", subset: str | None = None) -> Rows:
-    """The rows of a file, a folder, a hub data set, or a dotted path to an iterable of dicts or a function giving one.
+def read_rows(path: Any, split: str = "train", subset: str | None = None) -> Rows:
+    """The rows of a file, a folder, a hub data set, or of an iterable of dicts or a function giving one, or its dotted path.
 
     What `datasets` reads goes to memory-mapped files in its own cache; nothing is written beside the user's file.
 
@@ -31,6 +31,9 @@ def read_rows(path: str, split: str = "train", subset: str | None = None) -> Row
         FileNotFoundError: nothing is there.
         ValueError: it cannot be read, or it is empty.
     """
+    if not isinstance(path, str | Path):
+        return _some(_dicts(path, type(path).__name__), type(path).__name__)
+    path = str(path)
     file = Path(path).expanduser()
     is_json, is_table = file.suffix in (".jsonl", ".json"), file.suffix in (".parquet", ".csv")
     if not file.exists() and (is_json or is_table or path.startswith((".", "/", "~")) or path.count("/") > 1):
@@ -43,6 +46,10 @@ def read_rows(path: str, split: str = "train", subset: str | None = None) -> Row
         rows = _import(path)
     else:
         rows = _load(path, file, split, subset)
+    return _some(rows, path)
+
+
+def _some(rows: Rows, path: str) -> Rows:
     if not len(rows):
         raise ValueError(f"data.path: {path!r} holds no rows")
     return rows
@@ -113,11 +120,14 @@ def _import(path: str) -> Rows:
         raise FileNotFoundError(
             f"data.path: {path!r} is neither a file nor a hub data set, and cannot be imported ({first_line(error)})"
         ) from error
-    return _dicts(source() if callable(source) else source, path)
+    return _dicts(source, path)
 
 
-def _dicts(source: Iterable[Any], path: str) -> Rows:
-    rows = list(source)
+def _dicts(source: Any, path: str) -> Rows:
+    given = source() if callable(source) else source
+    if not isinstance(given, Iterable):
+        raise ValueError(f"data.path: {path!r} must give dicts, got {type(given).__name__}")
+    rows = list(given)
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise ValueError(f"data.path: {path!r} must give dicts, row {number} is a {type(row).__name__}")

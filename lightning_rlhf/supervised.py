@@ -30,7 +30,7 @@ class SupervisedDataModule(pl.LightningDataModule, ABC):
 
     Args:
         path: a .jsonl, .json, .parquet or .csv file, a folder or hub data set id (read by `datasets.load_dataset`), or the
-            dotted path of your own iterable of dicts or function returning one.
+            dotted path of your own iterable of dicts or function returning one; in Python also these themselves.
         subset: configuration of a hub data set.
         split: split of ``path`` to train on; slices such as train[:1000] work.
         val_path: validation rows, given like ``path``.

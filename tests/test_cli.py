@@ -19,6 +19,10 @@ QUIET = ["--trainer.logger=false", "--trainer.callbacks=[]", "--trainer.enable_p
 MISTAKES = {
     "--model.lrr=1": "model: Option 'lrr' is not accepted, did you mean 'lr'?",
     "--model.lr=fast": "model.lr:",
+    "--modle.lr=1": "unrecognized arguments: --modle.lr=1, did you mean 'model'?",
+    "--model=3": "model: must be a class path, got 3",
+    "--trainer.max_steps=many": "trainer.max_steps: must be an int, got many",
+    "--trainer.logger=tensorboard": "trainer.logger: must be a class path or a bool, got tensorboard",
     "--model.lr=-1": "model.lr: got -1, must be >0",
     "--model.lr=0": "model.lr: got 0, must be >0",
     "--model.lr=inf": "model.lr: got inf, must be >0 and finite",
@@ -144,6 +148,25 @@ def test_a_mistake_ends_in_one_line_that_says_what_to_change(mistake, capfd, mon
     assert lines[0].startswith("lightning-rlhf: error: ")
     assert MISTAKES[mistake] in lines[0]
     assert len(lines[0]) < 400
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("modell: {lr: 1}", "does not accept option 'modell.lr', did you mean 'model'?"),
+        ("trainer: {max_step: 3}", "does not accept option 'trainer.max_step', did you mean 'max_steps'?"),
+        ("model: {kl: {coeff: 0.1}}", "Group 'kl' does not accept option 'coeff', did you mean 'coef'?"),
+        (
+            "trainer: {callbacks: [{class_path: lightning_rlhf.HFExport, init_args: {every: 3}}]}",
+            "error: trainer.callbacks: Option 'every' is not accepted",
+        ),
+    ],
+)
+def test_a_mistake_in_a_file_is_one_line_too(text, said, capfd, tmp_path):
+    (tmp_path / "more.yaml").write_text(text)
+    with pytest.raises(SystemExit):
+        main([*PPO, "--config", str(tmp_path / "more.yaml")])
+    assert capfd.readouterr().err.strip().endswith(said)
 
 
 def test_a_mistake_in_a_process_of_its_own_prints_no_traceback(tmp_path):

@@ -171,6 +171,23 @@ def test_a_second_setup_keeps_what_was_read(tokenizer):
     assert data.train_table is tables[0]
 
 
+def test_a_module_with_another_tokenizer_gets_prompts_of_its_own(tokenizer):
+    data = ready(tokenizer, val_size=2)
+    other = AutoTokenizer.from_pretrained(tiny_model())
+    other.add_tokens([" 7"])
+    data.trainer.lightning_module = SimpleNamespace(tokenizer=other)
+    data.setup("fit")
+    table, numbers = data.train_table, data.train_table.numbers
+    assert len(table.ids[numbers.index(7)]) == 2
+    assert table.ids[numbers.index(7)].tolist() == other("  7")["input_ids"]
+
+
+def test_validation_sets_may_be_given_by_their_fields_or_rows(tokenizer):
+    data = ready(tokenizer, val={"a": {"path": f"{__name__}.rows"}, "b": rows[:3]})
+    assert {name: len(table) for name, table in data.val_tables.items()} == {"a": 20, "b": 3}
+    assert ready(tokenizer, val_path=rows).val_names == ["heldout"]
+
+
 # -- tasks -------------------------------------------------------------------------------------------------------------
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -232,6 +249,7 @@ def test_overlong_prompts_are_dropped_and_counted_or_refused(tokenizer, caplog):
         ({"val_task": "chain_sum"}, r"needs data\.val_size"),
         ({"val_path": "a", "val_size": 1}, r"data\.val_size holds out training rows"),
         ({"val": {"a": "b"}, "val_size": 1}, r"data\.val names all validation sets: leave out val_path"),
+        ({"val": {"a": {"pth": "b"}}}, r"a set of data\.val has no pth: see ValidationSet"),
         ({"val_split": "test", "val_size": 1}, r"data\.val_size holds out training rows"),
         ({"path": None, "task": "chain_sum", "val_split": "test"}, r"data\.val_split needs data\.path"),
         ({"val_size": 20}, r"data\.val_size=20 must be smaller than the data, which has 20 rows"),

@@ -86,6 +86,62 @@ def test_the_rate_follows_its_schedule(tmp_path):
     assert [row["critic/lr"] / row["actor/lr"] for row in rows] == pytest.approx([1 / 3] * 4)
 
 
+class OwnGroups(PPOLightningModule):
+    """Weights decay, vectors do not; the critic has a rate of its own."""
+
+    def configure_optimizers(self):
+        matrices = [p for p in self.actor.parameters() if p.ndim > 1]
+        vectors = [p for p in self.actor.parameters() if p.ndim < 2]
+        critic = {"params": list(self.critic.parameters()), "lr": 1e-2}
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}, critic]
+        return torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.0)
+
+
+class OneGroup(PPOLightningModule):
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.0)
+
+
+def test_parameter_groups_of_ones_own_are_clipped_and_logged_by_role(tmp_path):
+    usual = fit(PPOLightningModule(**COMMON, critic_lr=3e-3), tmp_path / "usual", 2)
+    own = fit(OwnGroups(**COMMON), tmp_path / "own", 2)
+    one = fit(OneGroup(**COMMON), tmp_path / "one", 2)
+    assert [row["actor/lr"] for row in own] == pytest.approx([3e-3] * 2)
+    assert [row["critic/lr"] for row in own] == pytest.approx([1e-2] * 2)
+    for rows in (own, one):
+        assert rows[0]["actor/grad_norm"] == pytest.approx(usual[0]["actor/grad_norm"])
+        assert rows[0]["critic/grad_norm"] == pytest.approx(usual[0]["critic/grad_norm"])
+    assert one[1]["reward/mean"] == usual[1]["reward/mean"]
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+@pytest.mark.parametrize(("count", "got"), [(0, "none"), (2, "2")])
+def test_another_number_of_optimizers_is_refused(count, got, tmp_path):
+    module = GRPOLightningModule(**COMMON)
+    make = lambda: [torch.optim.SGD(module.actor.parameters(), 0.1) for _ in range(count)] or None  # noqa: E731
+    module.configure_optimizers = make  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=f"configure_optimizers must give one optimizer, .* got {got}"):
+        fit(module, tmp_path, 1)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+def test_a_trainer_without_the_callback_or_the_data_says_what_is_missing():
+    data = PromptDataModule(path="toys.prompts", batch_size=16)
+    with pytest.raises(ValueError, match=r"no responses: put a lightning_rlhf\.RolloutCallback into Trainer"):
+        quiet_trainer(max_steps=1).fit(GRPOLightningModule(**COMMON), data)
+    with pytest.raises(ValueError, match="the batch has no prompts: take PromptDataModule"):
+        quiet_trainer(RolloutCallback(), max_steps=1).fit(GRPOLightningModule(**COMMON), [{"prompt": ["say yes "]}])
+
+
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
+def test_callbacks_that_copy_the_module_are_refused():
+    averaging = pl.callbacks.WeightAveraging()
+    with pytest.raises(TypeError, match=r"is sharded, it cannot be copied: .* model\.ema_decay keeps an average"):
+        quiet_trainer(RolloutCallback(), averaging, max_steps=1).fit(
+            GRPOLightningModule(**COMMON), PromptDataModule(path="toys.prompts", batch_size=16)
+        )
+
+
 class Broken(GRPOLightningModule):
     """Its loss is not finite in the iterations of ``broken``."""
 

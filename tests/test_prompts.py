@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -119,6 +120,14 @@ def test_a_prompt_that_is_none_is_an_error_that_names_its_row(tokenizer, prompt,
     with pytest.raises(ValueError, match=f"data: the prompt of row 1 .*{message}") as caught:
         PromptTable.build(rows, range(2), PromptEncoder(tokenizer))
     assert "\n" not in str(caught.value)
+
+
+def test_a_text_that_was_cut_inside_a_character_is_shown(tokenizer):
+    rows = [{"prompt": "fine"}, {"prompt": json.loads(r'"cut \ud83d"')}]
+    with pytest.raises(
+        ValueError, match=r"data: 'cut \\ud83d' is no Unicode text \(surrogates not allowed\): mend or drop"
+    ):
+        PromptTable.build(rows, range(2), PromptEncoder(tokenizer))
 
 
 def test_conversations_need_a_template_and_rows_the_column(tokenizer):

@@ -553,11 +553,11 @@ def test_what_cannot_be_sent_to_a_worker_is_refused_at_once():
 def test_impossible_settings_are_refused():
     with pytest.raises(ValueError, match="list of functions"):
         Scorer(["exact_answer"])
-    with pytest.raises(ValueError, match="list of functions.* put it into a list"):
+    with pytest.raises(ValueError, match=r"list of functions.* put it into a list"):
         Scorer(length)
     with pytest.raises(ValueError, match=r"reward FormatReward is a class: give an object of it, FormatReward\(\)"):
         Scorer([FormatReward])
-    with pytest.raises(ValueError, match="got 'lightning_rlhf.rewards.exact': .* no attribute 'exact'"):
+    with pytest.raises(ValueError, match=r"got 'lightning_rlhf\.rewards\.exact': .* no attribute 'exact'"):
         Scorer(["lightning_rlhf.rewards.exact"])
     with pytest.raises(ValueError, match="one weight per function, 1, got 2"):
         Scorer([length], weights=[1, 2])

@@ -42,6 +42,18 @@ def test_jsonl_parquet_folder_and_code_give_the_same_rows(tmp_path):
     assert list(read_rows(f"{__name__}.make_rows")) == some_rows
 
 
+def test_rows_may_be_given_themselves():
+    from datasets import Dataset
+
+    data = Dataset.from_list(some_rows)
+    for rows in (some_rows, iter(some_rows), make_rows, data, data.to_iterable_dataset()):
+        assert list(read_rows(rows)) == some_rows
+    with pytest.raises(ValueError, match="'int' must give dicts, got int"):
+        read_rows(3)
+    with pytest.raises(ValueError, match="'list' holds no rows"):
+        read_rows([])
+
+
 def test_a_changed_file_is_read_anew(tmp_path):
     path = write(tmp_path / "rows.jsonl", some_rows)
     assert len(read_rows(path)) == 3

@@ -49,6 +49,11 @@ def report(index: list[int], totals: Any, n: int, answers: Any = (), **parts: An
     return {name.removeprefix("val/sums/"): value for name, value in metrics.compute().items()}
 
 
+def test_a_function_called_reward_has_a_metric_beside_the_whole_rewards():
+    found = report([0], [[3.0, 5.0]], 2, [0, 1], reward=torch.tensor([1.0, 2.0]), other=torch.tensor([2.0, 3.0]))
+    assert (found["reward"], found["reward/reward"], found["other"]) == (4.0, 1.5, 2.5)
+
+
 # -- formulas ----------------------------------------------------------------------------------------------------------
 
 

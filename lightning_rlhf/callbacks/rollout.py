@@ -156,7 +156,7 @@ class RolloutCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: dict[str, Any], batch_idx: int
     ) -> None:
         module: RLHFLightningModule = pl_module  # type: ignore[assignment]
-        iteration, prompts = trainer.fit_loop.total_batch_idx, batch["prompts"]
+        iteration, prompts = trainer.fit_loop.total_batch_idx, _prompts_of(batch)
         measured = self.log_probs_every > 0 and iteration % self.log_probs_every == 0
         log_probs = measured or module.correction is not None
         asked = self._keys(prompts) if self.async_level else []
@@ -287,7 +287,7 @@ class RolloutCallback(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         # iteration -1: the same draws in every validation, so that curves show the policy and not the dice
-        batch["rollout"] = self._steps.generate(batch["prompts"], self.val_sampling, -1, False)
+        batch["rollout"] = self._steps.generate(_prompts_of(batch), self.val_sampling, -1, False)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._steps.sleep()
@@ -295,3 +295,12 @@ class RolloutCallback(pl.Callback):
     on_test_start = on_validation_start
     on_test_batch_start = on_validation_batch_start
     on_test_end = on_validation_end
+
+
+def _prompts_of(batch: Any) -> Prompts:
+    if not isinstance(batch, dict) or "prompts" not in batch:
+        raise ValueError(
+            "the batch has no prompts: take PromptDataModule(path=...), which also reads a datasets.Dataset or a list of dicts"
+        )
+    prompts: Prompts = batch["prompts"]
+    return prompts

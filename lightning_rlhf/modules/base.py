@@ -34,6 +34,7 @@ from lightning_rlhf.modules.report import (
     constant_groups,
     finish,
 )
+from lightning_rlhf.modules.scored import rollout_of
 from lightning_rlhf.types import Experience, Rollout, Scores
 
 
@@ -129,7 +130,7 @@ class RLHFLightningModule(PolicyUpdateModule):
     # -- one iteration -----------------------------------------------------------------------------
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        rollout: Rollout = batch["rollout"]
+        rollout = rollout_of(batch)
         with self.phases("reward"):
             scores = batch["scores"] if "scores" in batch else self.scores_of(rollout)
             experience = self.gather(rollout, scores)

@@ -168,7 +168,7 @@ class PolicyUpdateModule(ScoredModule):
             for batch in batches:
                 self.micro_step(experience, batch, weights[batch.rows, : batch.width], metrics, len(steps))
             if too_far := self.moved_too_far():
-                self.optimizers().zero_grad()  # type: ignore[union-attr]
+                self.one_optimizer().zero_grad()
             last = too_far or number == len(steps)
             self.step_optimizer(Metrics(self.device) if too_far else metrics, last)
             if last:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import lightning.pytorch as pl
 from torch import Tensor, nn
@@ -57,6 +57,12 @@ class ModelRoles(pl.LightningModule):
         self.average: nn.Module | None = None
         self.iteration = 0
         self.weight_version = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} is sharded, it cannot be copied: leave out callbacks that do, such as WeightAveraging and"
+            " StochasticWeightAveraging; of modules with rollouts model.ema_decay keeps an average"
+        )
 
     @property
     def needs_reference(self) -> bool:

@@ -66,7 +66,9 @@ class ScoredModule(TrainedModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, **kwargs)
-        self.scorer = Scorer([] if reward is None else reward, reward_weights, timeout=reward_timeout, workers=reward_workers)
+        self.scorer = Scorer(
+            [] if reward is None else reward, reward_weights, timeout=reward_timeout, workers=reward_workers
+        )
         if reward_model is not None and "reward_model" in (reward.name for reward in self.scorer.rewards):
             raise ValueError(
                 "model.reward: a function called reward_model has no name of its own beside model.reward_model: rename it"
@@ -189,7 +191,7 @@ class ScoredModule(TrainedModule):
         trainer.training = True
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
-        rollout: Rollout = batch["rollout"]
+        rollout = rollout_of(batch)
         self.last_scores = self.scores_of(rollout)
         if dataloader_idx not in self._validation:
             metrics = ValidationMetrics(self.validation_set(dataloader_idx), self.val_success, self.val_metric)
@@ -203,3 +205,17 @@ class ScoredModule(TrainedModule):
             {k: value for metrics in self._validation.values() for k, value in metrics.compute().items()}
         )
         self._validation.clear()
+
+
+def rollout_of(batch: dict[str, Any]) -> Rollout:
+    """The responses that a callback put into a batch.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if "rollout" not in batch:
+        raise ValueError(
+            "the batch has no responses: put a lightning_rlhf.RolloutCallback into Trainer(callbacks=[...])"
+        )
+    rollout: Rollout = batch["rollout"]
+    return rollout

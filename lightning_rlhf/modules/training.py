@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,9 +110,9 @@ class TrainedModule(ModelRoles):
 
     def step_optimizer(self, metrics: Metrics, last: bool) -> None:
         """Clip and check each role, then step once; a role without a finite norm keeps its weights and is counted."""
-        optimizer = self.optimizers()
-        assert not isinstance(optimizer, list)
-        norms = clip_roles(optimizer.param_groups, self.max_grad_norm)
+        optimizer = self.one_optimizer()
+        roles = self.parameters_by_role(optimizer.param_groups)
+        norms = clip_roles([{"role": r, "params": own} for r, own in roles.items()], self.max_grad_norm)
         for role, norm in norms.items():
             if norm is not None:
                 metrics.mean(f"{role}/grad_norm", norm)
@@ -130,6 +130,31 @@ class TrainedModule(ModelRoles):
                 f"the gradient norm was not finite in {self._skipped_in_a_row} optimizer steps in a row: lower model.lr or"
                 " look at the rewards and log-probs of the last rollout"
             )
+
+    def one_optimizer(self) -> Any:
+        """The optimizer of all roles.
+
+        Raises:
+            ValueError: `configure_optimizers` gave none, or several.
+        """
+        found = self.optimizers()
+        if isinstance(found, list) or not found.param_groups:
+            got = len(found) if isinstance(found, list) else "none"
+            raise ValueError(f"configure_optimizers must give one optimizer, with a group for each role, got {got}")
+        return found
+
+    def parameters_by_role(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, list[nn.Parameter]]:
+        """What an optimizer trains, by the role that its group names, or by the model it is in where `configure_optimizers` made
+        groups of its own."""
+        found: dict[str, list[nn.Parameter]] = {}
+        owners: dict[nn.Parameter, str] = {}
+        if not all("role" in group for group in groups):
+            owners = {parameter: name.partition(".")[0] for name, parameter in self.named_parameters()}
+        for group in groups:
+            for parameter in group["params"]:
+                role = group["role"] if "role" in group else owners[parameter]
+                found.setdefault(role, []).append(parameter)
+        return found
 
     @property
     def split(self) -> Split:
@@ -158,8 +183,9 @@ class TrainedModule(ModelRoles):
 
     def log_reduced(self, reduced: dict[str, float], batch_size: int) -> None:
         """Log an iteration's metrics with the rates; equal on every rank, so that nothing is synchronised."""
-        for group in self.optimizers().param_groups:  # type: ignore[union-attr]
-            reduced[f"{group['role']}/lr"] = group["lr"]
+        for group in self.one_optimizer().param_groups:
+            for role in self.parameters_by_role([group]):
+                reduced.setdefault(f"{role}/lr", group["lr"])
         self.forget(self._logged - reduced.keys())
         self._logged = set(reduced)
         self.log_dict(reduced, sync_dist=False, batch_size=batch_size)

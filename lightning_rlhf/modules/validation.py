@@ -86,7 +86,8 @@ class ValidationMetrics(Metric):
         solved = (scores.judged_by(self.metric).cpu().view(-1, n) >= self.success).float()
         rewards = [row[row.isfinite()] for row in totals]
         votes = [answers[start : start + n] for start in range(0, totals.numel(), n)]
-        columns = {name: part.cpu().view(-1, n) for name, part in scores.parts.items()}
+        parts = {"reward/reward" if name == "reward" else name: part for name, part in scores.parts.items()}
+        columns = {name: part.cpu().view(-1, n) for name, part in parts.items()}
         columns |= {"reward": totals, f"mean@{n}": solved.mean(1)}
         if n > 1:
             columns[f"std@{n}"] = torch.tensor([float((own - own.mean()).square().mean().sqrt()) for own in rewards])
