@@ -24,6 +24,8 @@ from lightning_rlhf import (
     RolloutCallback,
     Samples,
     Sampling,
+    SFTDataModule,
+    SFTLightningModule,
 )
 from lightning_rlhf.modules.advantages import grpo
 from lightning_rlhf.types import Experience
@@ -131,6 +133,35 @@ def test_a_trainer_without_the_callback_or_the_data_says_what_is_missing():
         quiet_trainer(max_steps=1).fit(GRPOLightningModule(**COMMON), data)
     with pytest.raises(ValueError, match="the batch has no prompts: take PromptDataModule"):
         quiet_trainer(RolloutCallback(), max_steps=1).fit(GRPOLightningModule(**COMMON), [{"prompt": ["say yes "]}])
+
+
+def test_a_reward_that_never_works_ends_the_run_and_an_outage_does_not(tmp_path):
+    calls = []
+
+    def fails(completions, **columns):
+        calls.append(len(completions))
+        if len(calls) in outage:
+            raise NameError("name 're' is not defined")
+        return [1.0] * len(completions)
+
+    outage = range(1, 100)
+    with (
+        pytest.warns(UserWarning, match="name 're' is not defined"),
+        pytest.raises(RuntimeError, match="no response of the first"),
+    ):
+        fit(GRPOLightningModule(**TINY_MODULE, reward=[fails]), tmp_path / "never", 4)
+    calls.clear()
+    outage = range(2, 19)  # the second iteration's call and its 16 repetitions
+    with pytest.warns(UserWarning, match="16 of 16 responses could not be scored"):
+        rows = fit(GRPOLightningModule(**TINY_MODULE, reward=[fails]), tmp_path / "outage", 3)
+    assert [row["reward/failures"] for row in rows] == [0.0, 16.0, 0.0]
+
+
+def test_a_module_without_rollouts_refuses_the_callback():
+    with pytest.raises(TypeError, match="SFTLightningModule draws no responses: leave RolloutCallback out"):
+        quiet_trainer(RolloutCallback(), max_steps=1).fit(
+            SFTLightningModule("random:tiny"), SFTDataModule([{"prompt": "a", "completion": "b"}], batch_size=1)
+        )
 
 
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")

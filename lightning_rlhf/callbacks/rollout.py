@@ -120,6 +120,8 @@ class RolloutCallback(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         module: RLHFLightningModule = pl_module  # type: ignore[assignment]
+        if not hasattr(module, "needs_greedy"):
+            raise TypeError(f"{type(module).__name__} draws no responses: leave RolloutCallback out")
         others = [c for c in trainer.callbacks if isinstance(c, RolloutCallback) and c is not self]  # type: ignore[attr-defined]
         if others:
             raise ValueError(

@@ -81,13 +81,24 @@ def finish(reduced: dict[str, float]) -> dict[str, float]:
 
 
 class Alarms:
-    """Loud warnings about what silently spoils a run."""
+    """Loud warnings about what silently spoils a run, and an end to one in which no reward function ever worked."""
 
     def __init__(self) -> None:
         self._cut_in_a_row = 0
+        self._scored = False
 
-    def __call__(self, reduced: dict[str, float], sampling: Sampling) -> None:
-        """Look at one iteration's metrics."""
+    def __call__(self, reduced: dict[str, float], sampling: Sampling, responses: int | None = None) -> None:
+        """Look at one iteration's metrics.
+
+        Raises:
+            RuntimeError: none of the ``responses`` of the first iteration could be scored; later it may be an outage.
+        """
+        self._scored |= responses is None or reduced.get("reward/failures", 0.0) < responses
+        if not self._scored:
+            raise RuntimeError(
+                "no response of the first iteration could be scored: mend the reward function that the warning above names, then"
+                " try it with lightning-rlhf rewards"
+            )
         cut = reduced["completions/clipped_ratio"] > 0.5 and not sampling.ignore_eos
         self._cut_in_a_row = self._cut_in_a_row + 1 if cut else 0
         if self._cut_in_a_row == 5:
