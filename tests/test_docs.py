@@ -6,6 +6,8 @@ import csv
 import inspect
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,23 @@ def tables(text: str) -> list[list[list[str]]]:
         elif found[-1]:
             found.append([])
     return [table for table in found if table]
+
+
+def test_the_script_for_those_who_come_from_trl_runs(tmp_path: Path) -> None:
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "migrating.md").read_text(), re.DOTALL)
+    rows = '[{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(64)]'
+    for theirs, ours in (
+        ("Qwen/Qwen2.5-0.5B-Instruct", "random:tiny"),
+        ('load_dataset("my-team/sums", split="train")', rows),
+        ("max_steps=200", "max_steps=2, accelerator='cpu'"),
+        ("max_completion_length=256", "max_completion_length=8"),
+    ):
+        assert theirs in script
+        script = script.replace(theirs, ours)
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "val/heldout/exact_answer" in done.stdout
+    assert any(tmp_path.rglob("iteration-000002.ckpt"))
 
 
 def test_every_key_of_ours_in_the_migration_tables_exists() -> None:
