@@ -241,6 +241,11 @@ def test_another_class_keeps_its_own_advantage_estimator():
     assert GRPOLightningModule("random:tiny").advantage_function.__name__ == "grpo"
 
 
+def test_another_optimizer_is_not_given_what_only_ours_can(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    main([*PPO, *QUIET, "--trainer.max_steps=1", "--model.optimizer=torch.optim.SGD"])
+
+
 def test_callbacks_can_be_appended():
     more = ["--trainer.callbacks+=lightning_rlhf.HFExport"]
     config = parsed("fit", "--model.model=random:tiny", "--data.path=x.jsonl", *more)

@@ -164,6 +164,22 @@ def test_a_module_without_rollouts_refuses_the_callback():
         )
 
 
+@pytest.mark.parametrize(
+    ("give", "got"),
+    [
+        (lambda losses, metrics: losses, r"\(16, 6\) without metrics"),
+        (lambda losses, metrics: (losses.sum(), metrics), r"\(\)"),
+    ],
+)
+def test_a_loss_is_one_of_each_token_with_metrics(give, got, tmp_path):
+    class Wrong(GRPOLightningModule):
+        def policy_loss(self, *tensors):
+            return give(*super().policy_loss(*tensors))
+
+    with pytest.raises(ValueError, match=rf"losses of the tokens \(16, 6\), a dict of metrics\), got {got}$"):
+        fit(Wrong(**COMMON), tmp_path, 1)
+
+
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
 def test_callbacks_that_copy_the_module_are_refused():
     averaging = pl.callbacks.WeightAveraging()

@@ -17,6 +17,12 @@ class ShardedAdamW(torch.optim.AdamW):
     ``--model.optimizer AdamW`` on the command line stays torch's.
     """
 
+    def __init__(self, params: Any, **options: Any) -> None:
+        # no argument of the default of model.optimizer: those are carried over to other classes on the command line
+        if options.get("fused") is None and not options.get("foreach"):
+            options["fused"] = True
+        super().__init__(params, **options)
+
     def _init_group(self, group: dict[str, Any], *tensors: list[Tensor]) -> bool:
         has_complex: bool = super()._init_group(group, *tensors)
         for listed in tensors:

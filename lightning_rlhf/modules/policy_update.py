@@ -241,9 +241,8 @@ class PolicyUpdateModule(ScoredModule):
             self._moved.mean("kl", kl_estimate(old, log_probs.detach(), "k3"), mask)
         assert experience.advantages is not None
         selected = {} if experience.chosen is None else {"chosen": experience.chosen[rows, :width]}
-        token_losses, token_metrics = self.policy_loss(
-            log_probs, old, experience.advantages[rows, :width], mask, **selected
-        )
+        found = self.policy_loss(log_probs, old, experience.advantages[rows, :width], mask, **selected)
+        token_losses, token_metrics = checked_loss(found, mask)
         sampler = None if experience.sampler_log_probs is None else experience.sampler_log_probs[rows, :width]
         if self.correction is not None:
             assert sampler is not None
@@ -299,3 +298,19 @@ class PolicyUpdateModule(ScoredModule):
             out[..., batch.rows, : batch.width] = forward(batch.packed)
         self.strategy.reshard(root)
         return self.strategy.all_reduce_dp(out)
+
+
+def checked_loss(found: Any, mask: Float[Tensor, "b T"]) -> tuple[Float[Tensor, "b T"], dict[str, Tensor]]:
+    """What a policy loss gave.
+
+    Raises:
+        ValueError: it is not one loss per token, and metrics.
+    """
+    pair = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(pair[0], Tensor) or pair[0].shape != mask.shape or not isinstance(pair[1], dict):
+        got = tuple(pair[0].shape) if isinstance(pair[0], Tensor) else type(pair[0]).__name__
+        metrics = "" if isinstance(pair[1], dict) else " without metrics"
+        raise ValueError(
+            f"model.loss must give (losses of the tokens {tuple(mask.shape)}, a dict of metrics), got {got}{metrics}"
+        )
+    return pair  # type: ignore[return-value]

@@ -59,7 +59,7 @@ class TrainedModule(ModelRoles):
         model: str,
         micro_batch_tokens: PositiveInt = 16384,
         lr: PositiveFloat = 1e-6,
-        optimizer: OptimizerCallable = lambda params: ShardedAdamW(params, weight_decay=0.0, fused=True),
+        optimizer: OptimizerCallable = lambda params: ShardedAdamW(params, weight_decay=0.0),
         lr_schedule: Schedule = "constant",
         warmup_steps: NonNegativeInt = 0,
         min_lr_ratio: ClosedUnitInterval = 0.0,
