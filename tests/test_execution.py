@@ -108,13 +108,12 @@ def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], to
 
 
 def saved_bytes(actor: Any, packed: Packed) -> int:
-    """Of the tensors that a forward pass leaves for backward, parameters left out."""
-    own = {p.to_local().data_ptr() for p in actor.parameters()}
+    """Of the tensors that a forward pass leaves for backward, gathered parameters left out."""
     seen: dict[int, int] = {}
 
     def see(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if not isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
             seen[storage.data_ptr()] = storage.nbytes()
         return tensor
 
