@@ -347,18 +347,14 @@ def reward_arguments(
             for prompt, text in zip(raw, texts, strict=True)
         ],
         "completion_ids": [completion.token_ids for completion in rollout.completions],
-        **({"completion_mask": [list(map(int, c.mask)) for c in rollout.completions]} if _several(rollout) else {}),
+        **({"completion_mask": [list(map(int, c.mask)) for c in rollout.completions]} if rollout.several_turns else {}),
         **({"turns": turns} if (turns := _turns(rollout, decode)) else {}),
     }
 
 
-def _several(rollout: Rollout) -> bool:
-    return any(completion.spans for completion in rollout.completions)
-
-
 def _turns(rollout: Rollout, decode: Callable[[list[int]], str] | None) -> list[list[str]]:
     """Of conversations the texts of the policy's turns and the replies, in turn; none of other responses."""
-    if decode is None or not _several(rollout):
+    if decode is None or not rollout.several_turns:
         return []
     return [
         [text for pair in zip_longest(map(decode, c.turns), c.replies) for text in pair if text is not None]

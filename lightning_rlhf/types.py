@@ -21,7 +21,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -167,7 +167,8 @@ class Completion:
     @property
     def mask(self) -> list[float]:
         """1 on tokens that were sampled."""
-        return [float(i % 2 == 0) for i, n in enumerate(self.spans or (len(self.token_ids),)) for _ in range(n)]
+        spans = self.spans or (len(self.token_ids),)
+        return [*chain.from_iterable([1.0 - i % 2] * n for i, n in enumerate(spans))]
 
     @property
     def turns(self) -> list[list[int]]:
@@ -226,6 +227,11 @@ class Rollout(_Movable):
 
     def __len__(self) -> int:
         return len(self.completions)
+
+    @property
+    def several_turns(self) -> bool:
+        """Whether responses are conversations, and may hold replies."""
+        return any(completion.spans for completion in self.completions)
 
 
 @dataclass(frozen=True)

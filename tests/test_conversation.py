@@ -470,3 +470,17 @@ def test_the_example_says_higher_and_lower():
         None,
     ]
     assert solved([["50"], ["12", "higher", "49"], ["x"]], [50, 50, 50]) == [1.0, 0.25, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reply": "my_tools.reply"}, "reply must be a function, in YAML its dotted path, got 'my_tools.reply'"),
+        ({"max_turns": 0}, "max_turns must be at least 1, got 0"),
+        ({"max_reply_length": -1}, "max_reply_length must be at least 1, got -1"),
+        ({"threads": 0}, "threads must be at least 1, got 0"),
+    ],
+)
+def test_a_conversation_that_cannot_be_held_is_one_line(options, message):
+    with pytest.raises(ValueError, match=rf"rollout\.conversation\.{message}"):
+        Conversation(**{"reply": answer} | options)

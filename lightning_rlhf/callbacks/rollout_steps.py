@@ -169,6 +169,5 @@ class RolloutSteps:
 
 def _columns(prompts: Prompts) -> list[dict[str, Any]]:
     """Of each prompt, and itself."""
-    names, columns = list(prompts.columns), zip(*prompts.columns.values(), strict=True)
-    rows = [dict(zip(names, row, strict=True)) for row in columns] if names else [{} for _ in prompts.raw]
-    return [row | {"prompt": prompt} for row, prompt in zip(rows, prompts.raw, strict=True)]
+    columns = prompts.columns.items()
+    return [{name: values[i] for name, values in columns} | {"prompt": raw} for i, raw in enumerate(prompts.raw)]

@@ -47,7 +47,7 @@ def gather_experience(
             ),
             "prompt_lengths": [len(p) for p in prompts],
             "lengths": [len(c.token_ids) for c in rollout.completions],
-            "masks": [c.mask for c in rollout.completions] if any(c.spans for c in rollout.completions) else None,
+            "masks": _rows(rollout.mask, rollout) if rollout.several_turns else None,
             "usable": [c.finish_reason not in unusable for c in rollout.completions],
             "group": rollout.group.cpu(),
             "total": scores.total.cpu(),
@@ -76,7 +76,7 @@ def gather_experience(
     long = torch.tensor(lengths)[order]
     mask = (torch.arange(max(1, int(long.max()))) < (long * keep)[:, None]).float()
     if any(s["masks"] for s in shares):
-        masks = [row for s in shares for row in s["masks"] or [[1.0] * n for n in s["lengths"]]]
+        masks = [row for s in shares for row in s["masks"] or [torch.ones(n) for n in s["lengths"]]]
         mask *= right_pad([masks[i] for i in rows])
     if reward_clip is not None:
         total = total.clamp(*reward_clip)

@@ -55,6 +55,15 @@ class Conversation:
     role: str | None = "user"
     threads: PositiveInt = 16
 
+    def __post_init__(self) -> None:
+        if not callable(self.reply):
+            raise ValueError(
+                f"rollout.conversation.reply must be a function, in YAML its dotted path, got {self.reply!r}"
+            )
+        for name in ("max_turns", "max_reply_length", "threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollout.conversation.{name} must be at least 1, got {getattr(self, name)}")
+
     def whole(self, sampling: Sampling) -> Sampling:
         """The same with the length of all turns and replies."""
         total = self.max_turns * sampling.max_completion_length + (self.max_turns - 1) * self.max_reply_length
@@ -115,7 +124,7 @@ class Speaker:
         template_args: Mapping[str, Any] | None = None,
     ) -> None:
         self.conversation, self.tokenizer = conversation, deepcopy(tokenizer)  # it may speak in a thread of its own
-        self._arguments = template_args or {}
+        self._arguments, self._start = template_args or {}, self._tokens("\n")
         before, after = ("", "") if conversation.role is None else self._around()
         self._end = self._encoded(before)[:1]
         around = len(self._encoded(before + after))
@@ -202,9 +211,10 @@ class Speaker:
 
     def _between(self, reply: str, turn: Sequence[int]) -> tuple[list[int], str]:
         """Tokens from the end of ``turn`` to the beginning of the next one, and the reply as far as it has room."""
-        limit, content = self.conversation.max_reply_length, self._encoded(reply)
+        limit = self.conversation.max_reply_length
         drop = bool(self._end) and list(turn[-1:]) == self._end  # the template ends a turn as the policy has done
         ids = self._encoded(self._written(reply))[drop:]
+        content = self._encoded(reply) if len(ids) > limit else []
         while len(ids) > limit and content:
             content = content[: len(content) - max(1, len(ids) - limit)]
             reply = str(self.tokenizer.decode(content)).rstrip("\ufffd")  # a part of a character
@@ -244,8 +254,8 @@ class Speaker:
 
     def _encoded(self, text: str) -> list[int]:
         """Of a text that stands inside of one: tokenizers may put a space before what begins it."""
-        start, ids = self._tokens("\n"), self._tokens("\n" + text)
-        return ids[len(start) :] if ids[: len(start)] == start else self._tokens(text)
+        ids = self._tokens("\n" + text)
+        return ids[len(self._start) :] if ids[: len(self._start)] == self._start else self._tokens(text)
 
     def _tokens(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
