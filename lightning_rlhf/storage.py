@@ -1,6 +1,6 @@
 """Where checkpoints lie: any file system of fsspec, which may be flaky, full or closed.
 
-    FOLDER/__0_0.distcp …   shards, one file per rank      ┐ written by torch's distributed checkpoint (DCP)
+    FOLDER/__0_0.distcp …   shards, a rank's in `PART`s    ┐ written by torch's distributed checkpoint (DCP)
     FOLDER/.metadata        which shard is where           ┘
     FOLDER/meta.pt          loops, callbacks, schedules: written last, so a folder that has it is complete
 
@@ -16,8 +16,9 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +31,7 @@ from lightning.fabric.utilities.load import _METADATA_FILENAME as MARKER
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.futures import Future
 from typing_extensions import override
 
 RETRIES = 6
@@ -37,6 +39,9 @@ RETRIES = 6
 
 FIRST_WAIT_S = 1.0
 """Before the first retry; it doubles each time, 63 s in all."""
+
+PART = 1 << 30
+"""Bytes of a file, at most, unless a tensor is larger: DCP holds in host memory all that it writes to a file, until its end."""
 
 INDEX = ".metadata"
 _OURS = re.compile(rf"(__\d+_\d+\.distcp|({re.escape(INDEX)}|{re.escape(MARKER)})(\.tmp)?)")
@@ -176,7 +181,10 @@ def listed(folder: str) -> list[tuple[str, bool]]:
 
 
 class Writer(FsspecWriter):
-    """DCP's, which writes a rank's file again from its start when that failed."""
+    """DCP's, with files of `PART` bytes, each of which is written again from its start when that failed."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, per_thread_copy_ahead=0)  # else through pinned memory, which torch would keep
 
     @override
     def prepare_local_plan(self, plan: Any) -> Any:
@@ -184,11 +192,33 @@ class Writer(FsspecWriter):
 
     @override
     def write_data(self, plan: Any, planner: Any) -> Any:
-        return retried(super().write_data, plan, planner)
+        written: Future[list[Any]] = Future()
+        results = []
+        for i, items in enumerate(_parts(plan.items)):
+            prefix = f"{plan.storage_data.prefix}{i or ''}"  # DCP adds the file's number in this call: 0
+            part = replace(plan, items=items, storage_data=replace(plan.storage_data, prefix=prefix))
+            results += retried(super().write_data, part, planner).wait()
+        written.set_result(results)
+        return written
 
     @override
     def finish(self, metadata: Any, results: Any) -> None:
         retried(super().finish, metadata, results)
+
+
+def _parts(items: Sequence[Any]) -> Iterator[list[Any]]:
+    """What goes into each file."""
+    part: list[Any] = []
+    size = 0
+    for item in items:
+        data = item.tensor_data  # None: not a tensor
+        nbytes = data.chunk.sizes.numel() * data.properties.dtype.itemsize if data else 0
+        if part and size + nbytes > PART:
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += nbytes
+    yield part
 
 
 def prepare(path: str) -> str:

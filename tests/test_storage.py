@@ -12,6 +12,7 @@ import shutil
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from jsonargparse.typing import PositiveFloat
 from torch import Tensor, nn
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 from toys import spawn
 
@@ -761,6 +763,29 @@ def test_what_was_not_completed_is_overwritten(tmp_path):
     fit(2, each(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2.ckpt"]
     assert not (tmp_path / "2.ckpt/__1_0.distcp").exists()
+
+
+def test_files_are_written_part_by_part(monkeypatch, tmp_path):
+    """DCP holds on to what a file gets until it is complete; of a GPU's state that is pinned memory."""
+    monkeypatch.setattr(storage, "PART", 1000)
+    held: list[weakref.ref[Tensor]] = []
+    most, write = [0], filesystem._write_item
+
+    def watched(transforms: Any, stream: Any, data: Tensor, *args: Any) -> Any:
+        held.append(weakref.ref(data))
+        most.append(sum(tensor.nbytes for ref in held if (tensor := ref()) is not None))
+        return write(transforms, stream, data, *args)
+
+    monkeypatch.setattr(filesystem, "_write_item", watched)
+    block = torch.arange(1250.0)  # tensors that share memory, as a copy of the state does, are copied once more
+    sizes = (100, 150, 100, 700, 100, 50, 50)
+    state = dict(zip(map(str, range(len(sizes))), block.split(sizes), strict=True))
+    dcp.save(state, storage_writer=storage.Writer(str(tmp_path)))
+    assert max(most) == 2800
+    assert sorted(p.name for p in tmp_path.glob("*.distcp")) == [f"__0_{n}0.distcp" for n in ("", 1, 2, 3)]
+    read = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    dcp.load(read, checkpoint_id=str(tmp_path))
+    assert all(torch.equal(read[name], tensor) for name, tensor in state.items())
 
 
 # -- a process that dies while it saves --------------------------------------------------------------------------------
