@@ -348,6 +348,7 @@ class VLLMEngine(RolloutEngine):
         shut_down(llm, owns_default_group=self._owns_process_group)
         del llm
         gc.collect()
+        torch.cuda.empty_cache()
 
     def _fail(self) -> None:
         """Close after an error, but leave groups with other ranks alone: these may be stuck in a collective of the engine.

@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import os
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +17,7 @@ from typing import Any
 import numpy
 import torch
 from packaging.version import Version
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_rlhf.rollout.engine import Unmapped
 from lightning_rlhf.rollout.vllm_scheduler import ShortSteps
@@ -306,8 +307,22 @@ def claim_process(owns_default_group: bool) -> None:
 
 def shut_down(llm: Any, owns_default_group: bool) -> None:
     """Stop an in-process engine and destroy what `destroy_groups` does."""
+    _forget_cached(llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model())
     llm.llm_engine.engine_core.shutdown()
     destroy_groups(owns_default_group)
+
+
+def _forget_cached(model: nn.Module) -> None:
+    """Let go of what would keep the model's memory, without which vLLM starts no other engine that sleeps.
+
+    Methods of the tower of Qwen2.5-VL cache by itself; loaders of weights that were repacked refer to their layers.
+    """
+    reloading = sys.modules.get("vllm.model_executor.model_loader.reload.layerwise")
+    getattr(reloading, "LAYERWISE_INFO", {}).clear()
+    for kind in {type(module) for module in model.modules()}:
+        for value in vars(kind).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
 
 
 def destroy_groups(owns_default_group: bool) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import random
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from types import SimpleNamespace
 
 import numpy
@@ -325,6 +326,19 @@ def test_a_broken_stream_closes_the_engine_and_it_can_be_built_again(engine: VLL
     )
     engine.close()
     engine.close()
+
+
+def test_nothing_of_a_closed_engine_is_alive(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that is would keep vLLM from starting another engine with a sleep mode in this process."""
+    sync(engine, policy())
+    model = engine._model()
+    cached = lru_cache(lambda self: self)  # as a method of Qwen2.5-VL's tower
+    monkeypatch.setattr(type(model), "cached", cached, raising=False)
+    assert model.cached() is model
+    alive = [weakref.ref(one) for one in (engine.llm, engine._worker, model, next(model.parameters()))]
+    del model
+    engine.close()
+    assert [one() for one in alive] == [None] * 4
 
 
 # -- two ranks ---------------------------------------------------------------------------------------------------------
