@@ -461,7 +461,7 @@ def test_the_plan_counts_all_turns_and_refuses_what_cannot_work(capsys, tmp_path
 
 
 def test_the_example_says_higher_and_lower():
-    from examples.guess import reply, solved
+    from examples.guess import near, reply, rows, solved
 
     assert [reply([text], 50) for text in ("12", "I say 77!", "hm", "50")] == [
         "higher",
@@ -469,7 +469,12 @@ def test_the_example_says_higher_and_lower():
         "That is no number.",
         None,
     ]
-    assert solved([["50"], ["12", "higher", "49"], ["x"]], [50, 50, 50]) == [1.0, 0.25, 0.0]
+    turns = [["50"], ["12", "higher", "49"], ["x"]]
+    assert solved(turns, [50, 50, 50]) == [1.0, 0.0, 0.0]
+    assert near(turns, [50, 50, 50]) == [1.0, 0.5, 0.0]
+    said = [message["content"] for message in rows()[0]["prompt"]]
+    assert said[1:6] == ["50", "lower", "25", "higher", "37"]
+    assert said[6] == said[-1]
 
 
 @pytest.mark.parametrize(
