@@ -28,6 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
+from multiprocessing import active_children
 from pathlib import Path
 from statistics import median
 from threading import Event, Thread, main_thread
@@ -156,6 +157,8 @@ def one(a: argparse.Namespace, setup: str, model: str) -> None:
         with sampled_stacks(45):
             once(1 + a.rounds)
     print(json.dumps({"started": started, "speeds": speeds}), flush=True)
+    for process in active_children():  # an engine core of its own would hold on to the output
+        process.kill()
     os._exit(0)  # engines need not be taken down in order
 
 
@@ -186,10 +189,10 @@ def main() -> None:
             if done.returncode:
                 print(f"{setup}: failed\n{done.stdout[-2000:]}", flush=True)
                 continue
-            *profile, last = done.stdout.strip().splitlines()
-            found = json.loads(last)
+            lines = done.stdout.splitlines()
+            found = json.loads(next(line for line in reversed(lines) if line.startswith('{"started"')))
             if a.profile:
-                print("\n".join(line for line in profile if "%" in line or "share" in line))
+                print("\n".join(line for line in lines if "%" in line or "share" in line))
             speeds = found["speeds"]
             print(
                 f"{median(speeds):8,.0f} tokens/s ({min(speeds):,.0f} to {max(speeds):,.0f}),"

@@ -89,6 +89,7 @@ def measure(
         seconds.append(time.perf_counter() - start)
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated() / 2**30
+    taken = median(seconds[1:] or seconds)
     if arguments.profile:
         with torch.profiler.profile() as trace:
             once()
@@ -96,12 +97,10 @@ def measure(
             key = f"self_{'device' if device.type == 'cuda' else 'cpu'}_time_total"
             events = [e for e in trace.key_averages() if e.device_type.name.lower() == device.type]
             busy = sum(getattr(event, key) for event in events) / 1e3
-            print(
-                f"  {busy:9.1f} ms {device.type} in a step of {1e3 * median(seconds[1:]):.1f} ms without the profiler"
-            )
+            print(f"  {busy:9.1f} ms {device.type} in a step of {1e3 * taken:.1f} ms without the profiler")
             for event in sorted(events, key=lambda e: -getattr(e, key))[:30]:
                 print(f"  {getattr(event, key) / 1e3:9.1f} ms {event.count:6} x {event.key[:140]}")
-    return median(seconds[1:]), peak, float(loss.detach())
+    return taken, peak, float(loss.detach())
 
 
 def _wait(device: torch.device) -> None:
@@ -163,7 +162,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768, help="per GPU and micro-batch")
     parser.add_argument("--micro_batches", type=int, default=1, help="per optimizer step")
     parser.add_argument("--switches", nargs="+", default=["{}"])
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument(
+        "--steps", type=int, default=3, help="after one that compiles and allocates; 0: that one counts"
+    )
     parser.add_argument("--sp", type=int, default=1)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--prefetch", type=int, default=0)
