@@ -34,7 +34,11 @@ _STATES = "optimizer_states_of"
 class DistributedCheckpoints(ModelParallelStrategy):
     """Written and read by all ranks; `background` must be there before the first one is written."""
 
+    resumes_from: Any = None
+    """The checkpoint that the run is about to load, where that is known before it is set up."""
+
     _background: Background | None = None
+    _opened: tuple[str, dict[str, Any], Any] | None = None
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -133,6 +137,23 @@ class DistributedCheckpoints(ModelParallelStrategy):
         if self.is_global_zero:
             storage.discard_old(os.fspath(filepath))
 
+    def open_early(self) -> None:
+        """Collective: whether `resumes_from` can be loaded, before any model is built; raises as `load_checkpoint` does."""
+        self._opened = None if self.resumes_from is None else self._open(self.resumes_from, _forced())
+
+    def _open(self, checkpoint_path: Any, trusted: bool) -> tuple[str, dict[str, Any], Any]:
+        """The folder, the marker's content and the index of a checkpoint that this run can go on with."""
+        path = self.broadcast(os.fspath(checkpoint_path)).removesuffix(f"/{storage.MARKER}")
+        metadata, index = storage.on_rank_zero(lambda: restricted.read(path, trusted))
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.training and not metadata.get(_STATES):
+            raise ValueError(
+                f"{path!r} holds weights alone (save_weights_only), a fit cannot go on from it: take another checkpoint, or"
+                " export it and set model.model to the folder"
+            )
+        getattr(self.lightning_module, "check_checkpoint", lambda *_: None)(path, metadata)
+        return path, metadata, index
+
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Collective.
@@ -146,14 +167,12 @@ class DistributedCheckpoints(ModelParallelStrategy):
             FileNotFoundError: it is not there, or not complete.
             UntrustedCheckpoint: it holds pickles of other classes.
             DamagedCheckpoint: it cannot be read.
-            ValueError: it is of other models.
+            ValueError: it is of other models, or a fit would go on from weights alone.
         """
         assert self.model is not None
-        path = self.broadcast(os.fspath(checkpoint_path)).removesuffix(f"/{storage.MARKER}")
-        forced = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0").lower() in ("1", "y", "yes", "true")
-        trusted = forced if weights_only is None else not weights_only
-        metadata, index = storage.on_rank_zero(lambda: restricted.read(path, trusted))
-        getattr(self.lightning_module, "check_checkpoint", lambda *_: None)(path, metadata)
+        trusted = _forced() if weights_only is None else not weights_only
+        opened, self._opened = self._opened, None
+        path, metadata, index = opened or self._open(checkpoint_path, trusted)
         state: dict[str, Any] = {"state_dict": self._wanted(index.state_dict_metadata)}
         for i, optimizer in enumerate(self.optimizers):
             state[f"optimizer_{i}"] = get_optimizer_state_dict(self.model, optimizer)
@@ -183,6 +202,11 @@ class DistributedCheckpoints(ModelParallelStrategy):
             stored = state[f"optimizer_{i}"]
             set_optimizer_state_dict(self.model, optimizer, optim_state_dict=stored, options=partial)
         return metadata
+
+
+def _forced() -> bool:
+    """Torch's own variable, by which whatever is in a checkpoint is unpickled."""
+    return os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0").lower() in ("1", "y", "yes", "true")
 
 
 def _plain(value: Any) -> Any:

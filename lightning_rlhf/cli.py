@@ -35,6 +35,7 @@ from lightning_rlhf.callbacks.rollout import RolloutCallback
 from lightning_rlhf.callbacks.samples import Samples
 from lightning_rlhf.callbacks.summary import PlanSummary
 from lightning_rlhf.callbacks.watchdog import Watchdog, must_end
+from lightning_rlhf.checkpointing import DistributedCheckpoints
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.modules.base import RLHFLightningModule
 from lightning_rlhf.modules.dpo import DPOLightningModule
@@ -100,6 +101,12 @@ class _Started(pl.Callback):
 
 class _Commands(pl.Trainer):
     """Lightning makes a subcommand of each method: of those that a run has, and of one that only looks at it."""
+
+    def _run(self, model: Any, ckpt_path: Any = None, **kwargs: Any) -> Any:
+        """The strategy learns here which checkpoint ``ckpt_path``, last or best is: Lightning says so once models are built."""
+        if isinstance(self.strategy, DistributedCheckpoints):
+            self.strategy.resumes_from = ckpt_path
+        return super()._run(model, ckpt_path=ckpt_path, **kwargs)
 
     def plan(self, devices: PositiveInt | None = None, device_memory_gb: PositiveFloat = 80.0) -> None:
         """Prints what a run would do and need, and what is wrong with it; loads nothing, needs no GPU.

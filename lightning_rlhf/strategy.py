@@ -103,6 +103,7 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
             self._device_mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
+        self.open_early()
 
     def replicas(self, num_nodes: int) -> int:
         """Copies of the sharded model on so many nodes."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,11 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_rlhf import GRPOLightningModule
+from lightning_rlhf import GRPOLightningModule, restricted
 from lightning_rlhf.cli import RLHFCLI, main
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 PPO = ["fit", "--config", str(CONFIGS / "tiny_ppo.yaml")]
+GRPO = ["fit", "--config", str(CONFIGS / "tiny_grpo.yaml")]
 QUIET = ["--trainer.logger=false", "--trainer.callbacks=[]", "--trainer.enable_progress_bar=false"]
 
 MISTAKES = {
@@ -167,6 +170,73 @@ def test_a_mistake_in_a_file_is_one_line_too(text, said, capfd, tmp_path):
     with pytest.raises(SystemExit):
         main([*PPO, "--config", str(tmp_path / "more.yaml")])
     assert capfd.readouterr().err.strip().endswith(said)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Of a run of one iteration: complete ones with and without the optimizer, an interrupted one, one that was cut off."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name, weights_only in (("run", False), ("weights", True)):
+        saver = {"class_path": "lightning_rlhf.IterationCheckpoint"}
+        saver["init_args"] = {"dirpath": str(folder), "filename": name, "save_weights_only": weights_only}
+        main([*GRPO, *QUIET, "--trainer.max_steps=1", f"--trainer.callbacks=[{json.dumps(saver)}]"])
+    for name, file in (("begun", "meta.pt"), ("cut", ".metadata")):
+        shutil.copytree(folder / "run.ckpt", folder / f"{name}.ckpt")
+        (folder / f"{name}.ckpt" / file).unlink()
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
+@pytest.mark.parametrize(
+    ("command", "given", "more", "said"),
+    [
+        ("fit", "{folder}/none.ckpt", [], "there is no checkpoint '{folder}/none.ckpt'"),
+        ("validate", "{folder}", [], "'{folder}' is a folder of checkpoints: give one of them, the latest is {folder}/weights.ckpt"),
+        ("test", "{folder}/begun.ckpt", [], "begun.ckpt' is not a complete checkpoint: it has no meta.pt"),
+        ("fit", "{folder}/cut.ckpt", [], "cut.ckpt' is damaged, its .metadata cannot be read"),
+        ("validate", "memory://bucket/none.ckpt", [], "there is no checkpoint 'memory://bucket/none.ckpt'"),
+        ("fit", "nowhere://bucket/a.ckpt", [], "nowhere"),
+        (
+            "fit",
+            "{folder}/run.ckpt",
+            ["--model.init_args.config_overrides={num_hidden_layers: 1, layer_types: [full_attention]}"],
+            "run.ckpt' is of 'random:tiny' with num_hidden_layers",
+        ),
+        (
+            "fit",
+            "{folder}/weights.ckpt",
+            [],
+            "weights.ckpt' holds weights alone (save_weights_only), a fit cannot go on from it: take another checkpoint",
+        ),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_taken_is_told_of_before_a_model_is_built(
+    command, given, more, said, checkpoints, capfd, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("lightning_rlhf.modules.roles.build_policy", None)
+    monkeypatch.setattr("lightning_rlhf.rollout.TransformersEngine.setup", None)
+    monkeypatch.chdir(tmp_path)
+    path = given.format(folder=checkpoints)
+    with pytest.raises(SystemExit):
+        main([command, *GRPO[1:], *QUIET, *more, f"--ckpt_path={path}"])
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "error" in line.lower()]
+    assert said.format(folder=checkpoints) in line
+
+
+@pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize(
+    ("command", "given"), [("fit", "last"), ("validate", "{folder}/run.ckpt"), ("test", "{folder}/run.ckpt/meta.pt")]
+)
+def test_a_checkpoint_is_taken_and_read_once(command, given, checkpoints, monkeypatch, tmp_path):
+    read, shown = [], restricted.read
+    monkeypatch.setattr(restricted, "read", lambda *args: read.append(args[0]) or shown(*args))
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(checkpoints / "run.ckpt", tmp_path / "c/run.ckpt")
+    saver = f"--trainer.callbacks=[{{class_path: lightning_rlhf.IterationCheckpoint, init_args: {{dirpath: {tmp_path}/c}}}}]"
+    path = given.format(folder=tmp_path / "c")
+    main([command, *GRPO[1:], *QUIET, saver, "--trainer.max_steps=2", "--data.val_size=8", f"--ckpt_path={path}"])
+    assert read == [f"{tmp_path}/c/run.ckpt"]
 
 
 def test_a_mistake_in_a_process_of_its_own_prints_no_traceback(tmp_path):
