@@ -35,7 +35,6 @@ from lightning_rlhf.callbacks.rollout import RolloutCallback
 from lightning_rlhf.callbacks.samples import Samples
 from lightning_rlhf.callbacks.summary import PlanSummary
 from lightning_rlhf.callbacks.watchdog import Watchdog, must_end
-from lightning_rlhf.checkpointing import DistributedCheckpoints
 from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.modules.base import RLHFLightningModule
 from lightning_rlhf.modules.dpo import DPOLightningModule
@@ -50,6 +49,7 @@ from lightning_rlhf.plan.offline import plan_offline, precision_name
 from lightning_rlhf.plan.table import full, show
 from lightning_rlhf.precision import FSDP2Precision
 from lightning_rlhf.storage import SaveFailed
+from lightning_rlhf.strategy import FSDPUlyssesStrategy
 from lightning_rlhf.supervised import SFTDataModule, SupervisedDataModule
 from lightning_rlhf.trial import table, try_run
 from lightning_rlhf.types import Sampling
@@ -104,7 +104,7 @@ class _Commands(pl.Trainer):
 
     def _run(self, model: Any, ckpt_path: Any = None, **kwargs: Any) -> Any:
         """The strategy learns here which checkpoint ``ckpt_path``, last or best is: Lightning says so once models are built."""
-        if isinstance(self.strategy, DistributedCheckpoints):
+        if isinstance(self.strategy, FSDPUlyssesStrategy):
             self.strategy.resumes_from = ckpt_path
         return super()._run(model, ckpt_path=ckpt_path, **kwargs)
 

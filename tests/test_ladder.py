@@ -8,12 +8,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from test_cli import parsed
+from test_cli import QUIET, parsed
 from test_plan import planned, run_of
 from toys import TINY_MODULE, even_tokens, fit, spawn
 
 from lightning_rlhf import KL, FSDPUlyssesStrategy, GRPOLightningModule, PPOLightningModule, RolloutCallback
-from lightning_rlhf.callbacks import planning
+from lightning_rlhf.callbacks import planning, summary
 from lightning_rlhf.cli import main
 from lightning_rlhf.plan import Plan, make_plan
 from lightning_rlhf.plan.known import known_config
@@ -162,12 +162,13 @@ def test_where_nothing_fits_the_run_ends_with_what_to_change(config):
     (error,) = plan_of(config, 20).problems
     assert error.kind == "error"
     assert error.message == (
-        "nothing fits even if the engine sleeps (level 2): update is estimated at 28 GiB of the GPU's 20, most of it"
-        " optimizer: use more GPUs, model.lora or an optimizer with less state; rollout.sleep_level: 2 tries it"
+        "nothing fits even if the engine sleeps (level 2), optimizer state on the host in rollouts: update is estimated at 28 GiB"
+        " of the GPU's 20, 23 of it parameters + optimizer + gradients, most of that optimizer: use more GPUs, model.lora or an"
+        " optimizer with less state; rollout.sleep_level: 2 tries it"
     )
-    fixed = plan_of(config, 20, sleep_level=2).problems
-    assert [problem.kind for problem in fixed] == ["warning", "warning"]
-    assert fixed[1].message.startswith(
+    (fixed,) = plan_of(config, 20, sleep_level=2).problems
+    assert fixed.kind == "warning"
+    assert fixed.message.startswith(
         "update is estimated at 28 GiB of the GPU's 20, most of it optimizer: use more GPUs"
     )
 
@@ -183,6 +184,36 @@ def test_a_rollout_that_does_not_fit_names_the_switch_that_is_off(config):
         "update is estimated at 43 GiB of the GPU's 29, most of it engine: lower rollout"
     )
     assert awake[-1].message.endswith("or raise rollout.sleep_level")
+
+
+def test_what_is_known_to_be_too_much_is_named_and_not_the_estimates(config):
+    """Activations are the largest part, and no micro-batch makes room for the state."""
+    plan = plan_of(config, 20, run={"micro_batch_tokens": 60000})
+    update = plan.phases[-1]
+    assert max(update.parts, key=update.parts.get) == "activations"
+    error = plan.problems[0].message
+    assert "23 of it parameters + optimizer + gradients, most of that optimizer: use more GPUs, model.lora" in error
+    assert "micro_batch_tokens" not in error
+
+
+def test_an_engine_whose_weights_do_not_fit_must_be_split():
+    large = known_config("meta-llama/Llama-3.1-70B")
+    one = plan_of(large, 80, run={"world_size": 64, "num_nodes": 8, "prompts": 128})
+    (error,) = [p.message for p in one.problems if p.kind == "error"]
+    assert "rollout is estimated at" in error
+    assert "131 of it weights of the engine, most of that engine: raise rollout.engine.tensor_parallel_size;" in error
+    four = plan_of(large, 80, VLLMEngine(tensor_parallel_size=4), {"world_size": 64, "num_nodes": 8, "prompts": 128})
+    assert not [p for p in four.problems if "rollout is" in p.message]
+
+
+def test_a_rollout_makes_room_though_the_update_is_estimated_at_too_much(config):
+    """Activations are bounds, the run is tried: its rollout must fit, and gets the cache that is free then."""
+    plan = plan_of(config, 24, VLLMEngine(kv_cache_memory_bytes=2 * GIB))
+    rollout, update = plan.phases
+    assert update.total > 24 * GIB
+    assert plan.choice.rung == STATE_AWAY
+    assert rollout.total < 24 * GIB * (1 - MARGIN)
+    assert [problem.kind for problem in plan.problems] == ["warning"]
 
 
 # -- in a run ----------------------------------------------------------------------------------------------------------
@@ -245,6 +276,18 @@ def test_a_run_that_cannot_fit_ends_before_anything_is_loaded(tmp_path, monkeypa
     ):
         fit(PPOLightningModule(**COMMON), tmp_path, 1, {"engine": engine})
     assert engine.model is None
+
+
+@pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
+def test_a_start_plans_once(tmp_path, monkeypatch, capsys):
+    made, make = [], planning.make_plan
+    for place in (planning, summary):
+        monkeypatch.setattr(place, "device_memory", lambda device: 8 * GIB)
+    monkeypatch.setattr(planning, "make_plan", lambda *args: made.append(make(*args)) or made[-1])
+    monkeypatch.chdir(tmp_path)
+    main(["fit", "--config", str(CONFIGS / "tiny_grpo.yaml"), *QUIET, "--trainer.max_steps=1"])
+    assert "stays awake: " in capsys.readouterr().out
+    assert len(made) == 1
 
 
 def test_without_a_plan_a_run_is_as_usual(tmp_path, monkeypatch):

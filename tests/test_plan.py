@@ -161,7 +161,16 @@ CHECKS = {
         "error",
         "= 2100 exceed the model's 2048 positions: lower one of them",
     ),
-    "validation positions": ({"val_response_length": 1949}, "error", "= 2049 exceed the model's 2048 positions"),
+    "validation positions": (
+        {"val_response_length": 1949},
+        "error",
+        "data.max_prompt_length + rollout.val_sampling.max_completion_length = 2049 exceed the model's 2048 positions",
+    ),
+    "positions and turns": (
+        {"response_length": 2000, "micro_batch_tokens": 4000, "turns": 3},
+        "error",
+        "the 3 turns of rollout.sampling.max_completion_length and the replies of rollout.conversation = 2100 exceed",
+    ),
     "prompts": ({"prompts": 30}, "error", "data.batch_size=30 must be a multiple of the 4 data ranks: take 28 or 32"),
     "mini-batches": ({"mini_batches": 129}, "error", "model.mini_batches is 129, a rollout has only 128 responses"),
     "idle ranks": ({"mini_batches": 64}, "warning", "an optimizer step has 2 responses for 4 data ranks"),
@@ -178,7 +187,8 @@ CHECKS = {
     "engine and node": (
         {"engine": VLLMEngine(tensor_parallel_size=4), "num_nodes": 4},
         "error",
-        "rollout.engine.tensor_parallel_size=4 must divide the 2 processes of a node, an engine is made of consecutive ones",
+        "rollout.engine.tensor_parallel_size=4 must divide the 2 processes of a node, an engine is made of consecutive ones: take 2"
+        " or change trainer.devices",
     ),
     "engine and world": (
         {"engine": VLLMEngine(tensor_parallel_size=2), "num_nodes": 2} | SIX,
@@ -196,7 +206,12 @@ CHECKS = {
             "config": LlamaConfig(**SIZES | {"hidden_size": 96, "num_attention_heads": 12}, num_key_value_heads=6),
         },
         "error",
-        "rollout.engine.tensor_parallel_size=4 must divide the 6 key/value heads or be a multiple of them: take 3",
+        "rollout.engine.tensor_parallel_size=4 must divide the 6 key/value heads or be a multiple of them: take 2",
+    ),
+    "engine, heads and node": (
+        {"engine": VLLMEngine(tensor_parallel_size=8), "num_nodes": 1, "config": known_config("Qwen/Qwen2.5-7B")},
+        "error",
+        "rollout.engine.tensor_parallel_size=8 must divide the 28 attention heads: take 4",
     ),
     "soft-capping": (
         {"config": MODELS["gemma2"]},
@@ -851,12 +866,33 @@ def test_ranks_that_share_an_engine_share_its_weights_and_cache():
     assert [run_of(engine=VLLMEngine(tensor_parallel_size=n)).cache_split for n in (1, 2, 4)] == [1, 2, 2], "2 heads"
 
 
+def test_an_adapter_is_not_in_the_engine():
+    plain, adapted = (
+        plan_of(_ppo(**options), RolloutCallback(engine=VLLMEngine())) for options in ({}, {"lora": LoRA()})
+    )
+    assert adapted.engine.weights == plain.engine.weights
+
+
+def test_a_large_parameter_is_gathered_as_a_whole():
+    config = known_config("Qwen/Qwen2.5-7B")
+    plan = make_plan(_ppo(), RolloutCallback(), run_of(config=config), {"actor": config}, 80 * 2**30)
+    assert plan.phases[0].parts["gather buffer"] == 2 * 152064 * 3584
+
+
+def test_the_cache_must_hold_the_longest_sequence_of_validation_too():
+    engine = VLLMEngine(kv_cache_memory_bytes=1000 * 256)
+    fits, does_not = (plan_of(_ppo(), RolloutCallback(engine=engine), val_response_length=n) for n in (900, 901))
+    assert not fits.problems
+    assert "holds 1,000 tokens beside" in does_not.problems[0].message
+    assert "its longest sequence has 1,001: raise" in does_not.problems[0].message
+
+
 def test_what_does_not_fit_is_said_with_what_to_change():
     engine = VLLMEngine(gpu_memory_utilization=0.001)
     plan = plan_of(_ppo(), RolloutCallback(engine=engine, sleep_level=2), memory=2**28)
     error, *warnings = plan.problems
     assert "the engine's KV cache holds" in error.message
-    assert "the longest sequence has 500: raise rollout.engine.gpu_memory_utilization" in error.message
+    assert "its longest sequence has 500: raise rollout.engine.gpu_memory_utilization" in error.message
     assert [w.message.partition(" ")[0] for w in warnings] == ["rollout", "log_prob", "update"]
     assert "is estimated at 2 GiB of the GPU's 0, most of it context: use a larger GPU" in warnings[0].message
 
@@ -878,7 +914,7 @@ def test_the_command_plans_the_first_config_without_hub_weights_or_gpu(capsys, m
     out = planned(capsys, "--config", str(CONFIGS / "ppo.yaml"), "--devices=4")
     assert "Qwen/Qwen2.5-0.5B-Instruct: 494.0 M parameters; trains actor + critic, frozen reference" in out
     assert "128 prompts x 4 = 512 responses; 1 x 4 optimizer steps of 128 responses" in out
-    assert "512 + 1024 = up to 1,536 per sequence; streams of 16,384 tokens, at most 4 per step and data rank" in out
+    assert "512 + 1,024 = up to 1,536 per sequence; streams of 16,384 tokens, at most 4 per step and data rank" in out
     assert "the hub cannot be reached: the sizes of Qwen/Qwen2.5-0.5B-Instruct are those that are built in" in out
     assert "total of 80" in out
     assert not dist.is_initialized()
@@ -924,6 +960,52 @@ def test_the_command_ends_in_an_error_when_the_run_would(capsys):
         main(["plan", "--config", str(CONFIGS / "tiny_grpo.yaml"), "--devices=3"])
     assert ended.value.code == 1
     assert "error: data.batch_size=8 must be a multiple of the 3 data ranks: take 6 or 9" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--rollout.filter_groups.metric=right"], "rollout.filter_groups.metric must be one of"),
+        (["--rollout.val_average=true"], "rollout.val_average: true needs a moving average: set model.ema_decay"),
+        (["--model.init_args.reward=[]"], "model.reward"),
+        (
+            ["--model.init_args.reward_model.model=random:tiny"],
+            "it must be a sequence-classification model with one label",
+        ),
+        (
+            ["--model.init_args.reward_model.model=random:tiny", "--rollout.conversation.reply=json.dumps"],
+            "model.reward_model scores one answer, and rollout.conversation has several: leave out one of them",
+        ),
+    ],
+)
+def test_the_command_says_what_a_run_says_at_its_start(options, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        planned(capsys, "--config", str(CONFIGS / "tiny_grpo.yaml"), *options)
+    assert ended.value.code == 1
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "options", "said"),
+    [
+        ("qwen3", "Qwen3ForSequenceClassification", [], "its language-model head would be a random one"),
+        ("mixtral", "MixtralForCausalLM", ["--model.tiled_mlp=64"], "routes tokens to experts and cannot be tiled"),
+    ],
+)
+def test_the_command_refuses_models_as_a_run_does(kind, head, options, said, capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[kind].to_dict() | {"architectures": [head]}))
+    small = ["--data.max_prompt_length=64", "--rollout.sampling.max_completion_length=64", *options]
+    with pytest.raises(SystemExit):
+        planned(capsys, "--config", str(CONFIGS / "ppo.yaml"), f"--model.model={tmp_path}", "--devices=2", *small)
+    assert said in " ".join("".join(capsys.readouterr()).split())
+
+
+def test_large_numbers_are_readable(capsys):
+    long = ["--rollout.sampling.max_completion_length=1500", "--model.init_args.micro_batch_tokens=10000"]
+    out = planned(capsys, "--config", str(CONFIGS / "tiny_grpo.yaml"), "--data.batch_size=1024", *long)
+    assert "1,024 prompts x 4 = 4,096 responses; 2 x 2 optimizer steps of 2,048 responses" in out
+    assert "64 + 1,500 = up to 1,564 per sequence" in out
+    assert "per data rank 1,024 prompts, 4,096 responses" in out
 
 
 def test_another_strategy_has_no_plan(capsys):

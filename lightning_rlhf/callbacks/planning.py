@@ -81,7 +81,7 @@ def choose_plan(trainer: pl.Trainer, module: RLHFLightningModule, rollout: Rollo
     if not memory:
         return None
     try:
-        plan = plan_of(trainer, module, rollout, memory)
+        plan = rollout.drafted or plan_of(trainer, module, rollout, memory)
     except Exception as error:  # a model that trains, but that the meta device cannot run
         rank_zero_warn(f"the plan cannot choose rollout.sleep_level, the engine {rollout.ladder.usual}: {error}")
         return None

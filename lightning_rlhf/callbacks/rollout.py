@@ -109,6 +109,7 @@ class RolloutCallback(pl.Callback):
         self.ladder = awake if async_level else Ladder(sleep_level, offload_optimizer, offload_parameters)
         self.rung = self.ladder.usual
         self.plan: Plan | None = None
+        self.drafted: Plan | None = None  # of the start that goes on, by `PlanSummary`
         self.verify_sync_every = verify_sync_every
         self.log_probs_every = log_probs_every
         self.timeout_s = timeout_s
@@ -127,6 +128,18 @@ class RolloutCallback(pl.Callback):
             raise ValueError(
                 "there are two RolloutCallbacks: configure the one under rollout, not in trainer.callbacks"
             )
+        self.check(module)
+        run = checked_run(trainer, module, self)
+        self.plan, self.drafted = choose_plan(trainer, module, self, stage), None
+        self.rung = self.plan.choice.rung if self.plan else self.ladder.usual
+        context = engine_setup(trainer, module, self, run, self.plan)
+        with agreed("setting up the engine"):
+            self.engine.setup(context)
+        self._steps.begin(module, min(run.context, self.engine.context_limit or run.context))
+        self._ahead, self._all_gather = Ahead(), module.strategy.all_gather_objects_dp
+
+    def check(self, module: RLHFLightningModule) -> None:
+        """Raise ValueError if the options do not go with the module's."""
         if self.filter_groups is not None:
             self.filter_groups.check(module.score_names)
         if self.val_average and module.ema_decay is None:
@@ -135,14 +148,6 @@ class RolloutCallback(pl.Callback):
             raise ValueError(
                 "model.reward_model scores one answer, and rollout.conversation has several: leave out one of them"
             )
-        run = checked_run(trainer, module, self)
-        self.plan = choose_plan(trainer, module, self, stage)
-        self.rung = self.plan.choice.rung if self.plan else self.ladder.usual
-        context = engine_setup(trainer, module, self, run, self.plan)
-        with agreed("setting up the engine"):
-            self.engine.setup(context)
-        self._steps.begin(module, min(run.context, self.engine.context_limit or run.context))
-        self._ahead, self._all_gather = Ahead(), module.strategy.all_gather_objects_dp
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._ahead.wait()

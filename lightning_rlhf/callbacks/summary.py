@@ -25,7 +25,7 @@ class PlanSummary(pl.Callback):
             return
         try:
             memory = device_memory(pl_module.strategy.root_device)
-            plan = rollout.plan or plan_of(trainer, pl_module, rollout, memory)
+            plan = rollout.drafted = plan_of(trainer, pl_module, rollout, memory)
         except Exception as error:  # an observer ends no run; what cannot work is the `RolloutCallback`'s to say
             rank_zero_info(f"there is no summary of this run: {error}")
             return

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -85,11 +85,11 @@ class FrozenRewardModel:
         return [torch.tensor(row.ids, dtype=torch.long) for row in tokenise(pieces, self.encoder)]
 
 
-def check_reward_model(settings: ModelSettings) -> None:
-    """Raise ValueError if the folder is of a language model."""
-    if not is_scored(settings):
+def check_reward_model(settings: ModelSettings, config: Any) -> None:
+    """Raise ValueError if ``config`` is a language model's."""
+    if not is_scored(config):
         raise ValueError(
-            f"{settings.key}: {settings.model!r} is a {', '.join(settings.config.architectures or ['model without head'])}, it"
+            f"{settings.key}: {settings.model!r} is a {', '.join(config.architectures or ['model without head'])}, it"
             " must be a sequence-classification model with one label: train one, see docs/classical.md"
         )
 

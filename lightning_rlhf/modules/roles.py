@@ -82,16 +82,21 @@ class ModelRoles(pl.LightningModule):
     def check_models(self) -> int:
         """Refuse models that cannot be trained here before any weights are loaded; returns the longest sequence that fits."""
         for name, settings in self.roles.items():
+            self.check_role(name, settings.config)
             if name in SCORED:
                 head_names(settings, bias=name == "critic")
-            elif is_scored(settings):
-                raise ValueError(
-                    f"{settings.key}: {settings.model!r} is a {settings.config.architectures[0]}, its language-model head"
-                    " would be a random one: take a language model"
-                )
         roles = {(settings, name in SCORED) for name, settings in self.roles.items()}
         limits = [(settings, check_model(settings, self.strategy, critic=critic)) for settings, critic in roles]
         return min(limit for settings, limit in limits if settings.reads_policy_tokens)
+
+    def check_role(self, name: str, config: Any) -> None:
+        """Raise ValueError if ``config`` is of a model that cannot be this one."""
+        settings = self.roles[name]
+        if name not in SCORED and is_scored(config):
+            raise ValueError(
+                f"{settings.key}: {settings.model!r} is a {config.architectures[0]}, its language-model head would be a random"
+                " one: take a language model"
+            )
 
     @property
     def roles(self) -> dict[str, ModelSettings]:

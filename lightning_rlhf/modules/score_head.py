@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 _KINDS = ("ForSequenceClassification", "ForTokenClassification")
 
 
-def is_scored(settings: ModelSettings) -> bool:
-    """Whether a folder is of a classification model, by its config."""
-    return any(name.endswith(_KINDS) for name in settings.config.architectures or ())
+def is_scored(config: Any) -> bool:
+    """Whether a config is a classification model's."""
+    return any(name.endswith(_KINDS) for name in config.architectures or ())
 
 
 def head_names(settings: ModelSettings, bias: bool) -> dict[str, str]:
@@ -42,7 +42,7 @@ def head_names(settings: ModelSettings, bias: bool) -> dict[str, str]:
     Raises:
         ValueError: the head has more than one output, a bias that has no place here, or is not found.
     """
-    if not is_scored(settings):
+    if not is_scored(settings.config):
         return {}
     from safetensors import safe_open
 

@@ -91,12 +91,15 @@ class ScoredModule(TrainedModule):
             return super().roles
         return super().roles | {"reward_model": self.frozen_reward.settings(self.settings)}
 
-    def check_models(self) -> int:
+    def check_options(self) -> None:
         if self.score_names == []:
             raise ValueError(NO_REWARD)
-        if self.frozen_reward is not None:
-            check_reward_model(self.roles["reward_model"])
-        return super().check_models()
+        super().check_options()
+
+    def check_role(self, name: str, config: Any) -> None:
+        if name == "reward_model":
+            check_reward_model(self.roles[name], config)
+        super().check_role(name, config)
 
     def configure_model(self) -> None:
         super().configure_model()

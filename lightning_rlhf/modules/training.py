@@ -79,11 +79,15 @@ class TrainedModule(ModelRoles):
         self._logged: set[str] = set()
 
     def check_models(self) -> int:
-        self._check_optimizer()
+        self.check_options()
         return super().check_models()
 
-    def _check_optimizer(self) -> None:
-        """Raise ValueError for options that it does not take, or that are not finite, by making one of a weight for each role."""
+    def check_options(self) -> None:
+        """Refuse what is wrong whatever the models are.
+
+        Raises:
+            ValueError: a learning rate, or an option of the optimizer, which is made once, of a weight for each role.
+        """
         groups = []
         for role, rate in self.learning_rates.items():
             if not 0.0 < rate < math.inf:

@@ -9,6 +9,7 @@ Nothing here reads weights, uses a GPU or talks to other processes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -72,9 +73,14 @@ class Plan:
         """While it is awake."""
         return self.choice.engine
 
+    def with_problems(self, more: Iterable[Problem]) -> Plan:
+        """The same, and what else is wrong; errors first."""
+        found = dict.fromkeys([*self.problems, *more])
+        return replace(self, problems=tuple(sorted(found, key=lambda problem: problem.kind)))
+
     @property
     def trained(self) -> int:
-        return sum(size.numel() for role in self.roles if role.trained for size in role.shape.trained)
+        return sum(role.shape.trained_parameters for role in self.roles if role.trained)
 
 
 def make_plan(
@@ -95,12 +101,13 @@ def make_plan(
         NotImplementedError: a model that cannot attend over packed streams.
     """
     settings = module.settings
-    shapes: dict[tuple[int, bool, bool], Shape] = {}  # a reference has the actor's, without LoRA
+    shapes: dict[tuple[int, bool, bool], Shape] = {}  # a reference has the actor's, unless that has an adapter
     roles = []
     for name, config in configs.items():
         check_class(config, module.roles[name].key)
         check_vision(config, module.roles[name])
-        key = id(config), name not in SCORED, name in module.learning_rates
+        lora = settings.lora if name in module.learning_rates else None
+        key = id(config), name not in SCORED, lora is not None
         if key not in shapes:
             shapes[key] = shape_of(
                 config,
@@ -108,11 +115,12 @@ def make_plan(
                 sequence_ranks=run.sequence_ranks,
                 head=key[1],
                 trust_remote_code=settings.trust_remote_code,
-                lora=settings.lora if key[2] else None,
+                lora=lora,
                 freeze_vision=settings.freeze_vision,
                 liger=settings.liger,
                 compiled=settings.compile,
                 min_num_params=run.strategy.min_num_params,
+                settings=module.roles[name],
             )
         roles.append(Role(name, shapes[key], trained=name in module.learning_rates))
     policy = roles[0].shape
@@ -139,7 +147,7 @@ def make_plan(
     in_flight = -(-(run.prompts or 256) // run.data_ranks) * (run.num_generations + module.needs_greedy)
     kv_token = size * policy.kv_elements // run.cache_split
     engine = run.engine.plan_memory(
-        size * policy.parameters // run.engine_ranks,
+        size * (policy.parameters - (policy.trained_parameters if settings.lora else 0)) // run.engine_ranks,
         kv_token,
         run.context,
         engine_share(in_flight, run.sequence_ranks, run.engine_ranks),
@@ -160,8 +168,7 @@ def make_plan(
         problems=tuple(problems(run)),
         notes=notes,
     )
-    found = sorted([*plan.problems, *_memory_problems(plan)], key=lambda problem: problem.kind)
-    return replace(plan, problems=tuple(found))
+    return plan.with_problems(_memory_problems(plan))
 
 
 def _matmul_parameters(config: Any) -> int | None:
@@ -171,56 +178,77 @@ def _matmul_parameters(config: Any) -> int | None:
         return None
 
 
-def _memory_problems(plan: Plan) -> list[Problem]:
+def _memory_problems(plan: Plan) -> Iterator[Problem]:
     """Estimates warn; what is known to the byte ends the run, unless the user said what gives way."""
-    if not plan.device_memory:
-        return []
-    found = []
-    if plan.engine.kv_cache < plan.kv_token * plan.run.longest:
-        message = (
-            f"the engine's KV cache holds {plan.engine.kv_cache // plan.kv_token} tokens beside"
-            f" {plan.engine.weights / GIB:.1f} GiB of weights, the longest sequence has {plan.run.longest}: raise"
-            " rollout.engine.gpu_memory_utilization or kv_cache_memory_bytes"
+    run, device = plan.run, plan.device_memory
+    if not device:
+        return
+    longest = run.engine.context_limit or run.context
+    if plan.engine.kv_cache < plan.kv_token * longest:
+        yield Problem(
+            "error",
+            f"the engine's KV cache holds {plan.engine.kv_cache // plan.kv_token:,} tokens beside"
+            f" {plan.engine.weights / GIB:.1f} GiB of weights, its longest sequence has {longest:,}: raise"
+            " rollout.engine.gpu_memory_utilization or kv_cache_memory_bytes",
         )
-        found.append(Problem("error", message))
-    advice = "set rollout.async_level: 0" if plan.run.async_level else "raise rollout.sleep_level"
-    for phase in plan.phases if plan.fixed else [plan.choice.peak]:
-        if phase.total > plan.device_memory:
-            message = (
-                f"{phase.name} is estimated at {phase.total / GIB:.0f} GiB of the GPU's {plan.device_memory / GIB:.0f},"
-                f" most of it {_remedy(phase, advice)}"
-            )
-            state = sum(phase.parts.get(name, 0) for name in ("parameters", "reference", "optimizer", "gradients"))
-            sure = (
-                not plan.fixed and state > plan.device_memory
-            )  # activations and transients are bounds: they only warn
-            if sure:
-                message = (
-                    f"nothing fits even if the engine {plan.choice.rung}: {message}; rollout.sleep_level: 2 tries it"
-                )
-            found.append(Problem("error" if sure else "warning", message))
-    return found
+    told = set()
+    for phase in sorted(plan.phases, key=lambda phase: 0 if plan.fixed else -phase.total):
+        if phase.total <= device:
+            continue
+        message = f"{phase.name} is estimated at {phase.total / GIB:.0f} GiB of the GPU's {device / GIB:.0f}, "
+        known = {name: size for name, size in phase.parts.items() if name in _KNOWN}
+        if phase.name == "rollout":
+            known["engine"] = plan.engine.weights
+        if sum(known.values()) <= device or plan.fixed:  # activations and transients are bounds: they only warn
+            yield Problem("warning", message + f"most of it {_remedy(plan, phase, phase.parts)}")
+            continue
+        remedy = _remedy(plan, phase, known)
+        if remedy in told:
+            continue
+        told.add(remedy)
+        names = ["weights of the engine" if name == "engine" else name for name, size in known.items() if size]
+        yield Problem(
+            "error",
+            f"nothing fits even if the engine {plan.choice.rung}: {message}{sum(known.values()) / GIB:.0f} of it"
+            f" {' + '.join(names)}, most of that {remedy}; rollout.sleep_level: 2 tries it",
+        )
 
 
-def _remedy(phase: Phase, awake_advice: str) -> str:
-    """The largest part, and what makes it smaller."""
-    largest = max(phase.parts, key=lambda name: phase.parts[name])
+_KNOWN = ("parameters", "reference", "optimizer", "average", "gradients")
+
+
+def _remedy(plan: Plan, phase: Phase, parts: dict[str, int]) -> str:
+    """The largest of the parts, and what makes it smaller."""
+    largest, run = max(parts, key=lambda name: parts[name]), plan.run
+    if largest == "engine":
+        return f"engine: {' or '.join(_smaller_engine(plan, phase))}"
     switch = "offload_optimizer" if largest == "optimizer" else "offload_parameters"
-    if phase.name == "rollout" and largest in ("optimizer", "parameters", "reference"):
+    moved = getattr(plan.choice.rung, switch) or run.async_level
+    if phase.name == "rollout" and largest in ("optimizer", "parameters", "reference") and not moved:
         return f"{largest}: {_REMEDIES[largest]}, or set rollout.{switch}"
-    awake = phase.name != "rollout" and largest == "engine"
-    return f"{largest}: {_REMEDIES[largest]}" + (f", or {awake_advice}" if awake else "")
+    return f"{largest}: {_REMEDIES[largest]}"
+
+
+def _smaller_engine(plan: Plan, phase: Phase) -> Iterator[str]:
+    run, engine = plan.run, plan.engine
+    if hasattr(run.engine, "kv_cache_memory_bytes") and engine.weights > engine.kv_cache:
+        splits = run.engine_ranks < run.world_size // run.num_nodes
+        yield "raise rollout.engine.tensor_parallel_size" if splits else "use more GPUs, or a smaller model"
+    else:
+        yield f"lower {run.engine.memory_settings}"
+    if phase.name != "rollout":
+        yield "set rollout.async_level: 0" if run.async_level else "raise rollout.sleep_level"
 
 
 _REMEDIES = {
     "activations": "lower model.micro_batch_tokens, or set model.gradient_checkpointing or model.offload_activations",
     "working": "lower model.micro_batch_tokens",
-    "engine": "lower rollout.engine.gpu_memory_utilization or kv_cache_memory_bytes",
     "optimizer": "use more GPUs, model.lora or an optimizer with less state",
     "parameters": "use more GPUs or model.lora",
     "gradients": "use more GPUs or model.lora",
+    "average": "use more GPUs, or leave out model.ema_decay",
     "reference": "use more GPUs, model.offload_reference, or set model.kl.coef to 0",
-    "gathered": "use a smaller model",
+    "gathered": "leave out trainer.strategy.reshard_after_forward and min_num_params, or use a smaller model",
     "context": "use a larger GPU",
     "gather buffer": "use a larger GPU",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -32,13 +32,13 @@ def problems(run: Run) -> list[Problem]:
 
 def meshes(run: Run) -> Iterator[Problem]:
     """The meshes tile the processes."""
-    yield from _raised(lambda: run.strategy.check_world_size(run.world_size, run.num_nodes))
+    yield from raised(run.strategy.check_world_size, run.world_size, run.num_nodes)
 
 
 def attention(run: Run) -> Iterator[Problem]:
     """It is a text model, its layers keep packed neighbours apart, and the kernel has what they ask for."""
-    yield from _raised(lambda: check_packable(run.config))
-    yield from _raised(lambda: check_class(run.config))
+    yield from raised(check_packable, run.config)
+    yield from raised(check_class, run.config)
     text, device = run.config.get_text_config(), torch.device(run.device_type)
     sinks = torch.empty(0) if text.model_type == "gpt_oss" else None
     needs = Features(softcap=getattr(text, "attn_logit_softcapping", None), sinks=sinks)
@@ -88,7 +88,7 @@ def batches(run: Run) -> Iterator[Problem]:
     prompts, responses = run.prompts, run.responses
     if prompts is None or responses is None:
         return
-    yield from _raised(lambda: check_batch_size(prompts, run.data_ranks))
+    yield from raised(check_batch_size, prompts, run.data_ranks)
     if run.mini_batches > responses:
         yield Problem(
             "error",
@@ -110,15 +110,15 @@ def engine(run: Run) -> Iterator[Problem]:
     if processes % ranks:
         yield Problem(
             "error",
-            f"{option} must divide the {processes} processes of a node, an engine is made of consecutive ones: change it or"
-            " trainer.devices",
+            f"{option} must divide the {processes} processes of a node, an engine is made of consecutive ones: take"
+            f" {_fitting(run)} or change trainer.devices",
         )
-    if count and count % ranks:
-        yield Problem("error", f"{option} must divide the {count} attention heads: take {_fitting(count, ranks)}")
+    elif count and count % ranks:
+        yield Problem("error", f"{option} must divide the {count} attention heads: take {_fitting(run)}")
     elif kv and kv % ranks and ranks % kv:
         yield Problem(
             "error",
-            f"{option} must divide the {kv} key/value heads or be a multiple of them: take {_fitting(kv, ranks)}",
+            f"{option} must divide the {kv} key/value heads or be a multiple of them: take {_fitting(run)}",
         )
     limit = run.engine.context_limit
     if limit is not None and limit < run.longest:
@@ -174,19 +174,25 @@ def rounding(run: Run) -> Iterator[Problem]:
 def too_long(run: Run, positions: int) -> str:
     """What to say of sequences that are longer than a model's positions."""
     longest = (run.prompt_length or 1) + max(run.response_length, run.val_response_length)
+    sampling = "sampling" if run.response_length >= run.val_response_length else "val_sampling"
+    response = f"rollout.{sampling}.max_completion_length"
+    if run.turns > 1:
+        response = f"the {run.turns} turns of {response} and the replies of rollout.conversation"
     return (
-        f"data.max_prompt_length + rollout.sampling.max_completion_length = {longest} exceed the model's {positions}"
-        " positions: lower one of them"
+        f"data.max_prompt_length + {response} = {longest} exceed the model's {positions} positions: lower one of them"
     )
 
 
-def _fitting(heads: int, ranks: int) -> int:
-    """The next smaller number of ranks that divides the heads."""
-    return max(n for n in range(1, ranks) if heads % n == 0)
+def _fitting(run: Run) -> int:
+    """The next smaller number of ranks of an engine that tiles a node and splits the heads."""
+    processes, (count, kv) = run.world_size // run.num_nodes, run.attention_heads
+    sizes = (n for n in range(1, run.engine_ranks) if not (processes % n or (count or 1) % n))
+    return max(n for n in sizes if not kv or kv % n == 0 or n % kv == 0)
 
 
-def _raised(check: Callable[[], object]) -> Iterator[Problem]:
+def raised(check: Callable[..., object], *args: Any) -> Iterator[Problem]:
+    """What a check that raises says, as an error."""
     try:
-        check()
+        check(*args)
     except (ValueError, NotImplementedError) as error:
         yield Problem("error", str(error))

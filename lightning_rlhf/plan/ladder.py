@@ -73,7 +73,7 @@ class Choice:
 def choose(
     run: Run, roles: list[Role], options: Options, engine: EngineMemory, ladder: Ladder, device_memory: int
 ) -> Choice:
-    """The first rung that fits, or else the first of those that come closest.
+    """The first rung on which every phase fits, or else the first of those that have the least too much.
 
     A KV cache whose size is the plan's to choose takes what is free there, if that is less than what is wanted.
 
@@ -89,14 +89,14 @@ def choose(
     if not device_memory:
         return on(ladder.usual, engine)
     room, tried = int(device_memory * (1 - MARGIN)), [on(rung, engine) for rung in ladder.rungs]
-    limit = max(room, min(one.peak.total for one in tried))  # no rung shrinks an update beside which nothing is held
-    first = next(i for i, one in enumerate(tried) if one.peak.total <= limit)
-    choice, closest = tried[first], min(tried[:first], key=lambda one: one.peak.total, default=None)
+    choice = min(tried, key=lambda one: sum(max(0, phase.total - room) for phase in one.phases))
+    closest = min(tried[: tried.index(choice)], key=lambda one: one.peak.total, default=None)
     excess = max(phase.total for phase in choice.phases if phase.parts["engine"]) - room
     if excess > 0 and engine.least is not None:
         choice = on(choice.rung, replace(engine, kv_cache=max(engine.least, engine.kv_cache - excess)))
     reason = f"{choice.rung}: {_gib(choice.peak)} of {device_memory / GIB:.0f} GiB at the peak ({choice.peak.name})"
-    reason += f", {_gib(closest.peak)} if it {closest.rung}" if closest else ""
+    if closest and closest.peak.total > choice.peak.total:
+        reason += f", {_gib(closest.peak)} if it {closest.rung}"
     reason += f"; KV cache {choice.engine.kv_cache / GIB:.1f} GiB"
     reason += f", {engine.kv_cache / GIB:.1f} wanted" if choice.engine != engine else ""
     return replace(choice, reason=reason)

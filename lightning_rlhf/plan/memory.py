@@ -115,7 +115,9 @@ def phases(run: Run, roles: list[Role], options: Options, engine: EngineMemory) 
     held = resident(run, roles, options)
     asleep = {"engine": engine.total if options.beside else 0 if options.rung.sleep_level else engine.idle}
     trained = [role for role in roles if role.trained]
-    rollout = held | {"engine": engine.total, "gather buffer": min(BUCKET, engine.weights)}
+    policy, size = roles[0].shape, run.compute_dtype.itemsize
+    largest = size * max(one.numel() for one in policy.sizes)  # it goes alone
+    rollout = held | {"engine": engine.total, "gather buffer": max(largest, min(BUCKET, size * policy.parameters))}
     if options.rung.offload_optimizer:
         rollout["optimizer"] = 0
     if options.rung.offload_parameters:
@@ -205,8 +207,7 @@ def _transients(run: Run, role: Role, options: Options, *, backward: bool) -> di
     # a tile of logits and, for the products, again in the compute dtype; the gradients of inputs (float32) and weight
     head = logits + logits * size // 4 + rows * shape.hidden * 4 + size * shape.vocabulary * shape.hidden
     activations = int(tokens * kept) + kept_rows + int(seen * shape.tower_bytes)
-    trained = sum(one.numel() for one in shape.trained)
-    root_gradients, unit_gradients = min(shape.root, trained), min(unit, trained)
+    root_gradients, unit_gradients = (min(part, shape.trained_parameters) for part in (shape.root, unit))
     return {
         "activations": activations,
         "working": max(head, layer + (layer if again else tile_bytes), int(seen * shape.tower_layer_bytes)),

@@ -5,6 +5,7 @@ Of a model on the hub only ``config.json`` is read; where the hub cannot be reac
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from lightning_rlhf.hf_config import load_config, override
 from lightning_rlhf.paths import is_hub_id, local_path
 from lightning_rlhf.plan import Plan, make_plan, read_run
+from lightning_rlhf.plan.checks import raised
 from lightning_rlhf.plan.known import known_config
 from lightning_rlhf.precision import FSDP2Precision
 from lightning_rlhf.strategy import FSDPUlyssesStrategy
@@ -52,7 +54,10 @@ def plan_offline(
         device_type="cpu" if trainer.get("accelerator") == "cpu" else "cuda",
         callbacks=trainer.get("callbacks") or [],
     )
-    return make_plan(module, rollout, run, configs, device_memory * (run.device_type == "cuda"), tuple(notes))
+    plan = make_plan(module, rollout, run, configs, device_memory * (run.device_type == "cuda"), tuple(notes))
+    told = [raised(module.check_options), raised(rollout.check, module)]  # what a run checks at its start
+    told += [raised(module.check_role, name, config) for name, config in configs.items()]
+    return plan.with_problems(chain(*told))
 
 
 def config_of(settings: Any) -> tuple[Any, str | None]:

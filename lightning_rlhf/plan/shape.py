@@ -18,8 +18,9 @@ from torch import nn
 
 from lightning_rlhf.hf_config import check_class
 from lightning_rlhf.images import auto_class, is_vision_language
+from lightning_rlhf.modules.execution import check_layers
 from lightning_rlhf.modules.lora import Adapter
-from lightning_rlhf.modules.settings import LoRA
+from lightning_rlhf.modules.settings import LoRA, ModelSettings
 from lightning_rlhf.plan.probe import attention, compiled_bytes, decoder_bytes, liger_modules, tower_bytes
 from lightning_rlhf.ulysses import head_plan, set_attention
 
@@ -69,6 +70,10 @@ class Shape:
         return sum(size.numel() for size in self.sizes)
 
     @property
+    def trained_parameters(self) -> int:
+        return sum(size.numel() for size in self.trained)
+
+    @property
     def root(self) -> int:
         """Parameters that stay gathered through forward and backward."""
         return self.parameters - sum(self.units)
@@ -99,6 +104,7 @@ def shape_of(
     liger: bool = False,
     compiled: bool = False,
     min_num_params: int = 0,
+    settings: ModelSettings | None = None,
 ) -> Shape:
     """The shape of a causal language model that computes in ``dtype``.
 
@@ -110,9 +116,11 @@ def shape_of(
         liger: with Liger's modules in place of the model's own.
         compiled: layers run as `torch.compile` divides them. With Liger, whose kernels it cannot see into, nothing changes.
         min_num_params: of the strategy: a smaller model is all root.
+        settings: switches that its layers must be able to take.
 
     Raises:
-        NotImplementedError: the model is of another vision-language family, cannot attend over packed streams or reads values.
+        NotImplementedError: the model is of another vision-language family, cannot attend over packed streams, reads values, or
+            has layers that cannot take a switch.
         ValueError: it is no causal language model.
     """
     check_class(config)
@@ -130,6 +138,8 @@ def shape_of(
     set_attention(model if tower is None else decoder, f"plan_sp{sequence_ranks}", attention(sequence_ranks))
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [m for m in decoder.modules() if type(m).__name__ in names]
+    if settings is not None:
+        check_layers(model, layers, settings)
     units = list(layers)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     if head and output.weight is not embedding.weight:

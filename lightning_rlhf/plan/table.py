@@ -8,7 +8,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from lightning_rlhf.plan import Plan, problems
+from lightning_rlhf.plan import Plan, Run, problems
 from lightning_rlhf.plan.memory import GIB
 
 
@@ -55,7 +55,7 @@ def _lines(plan: Plan) -> dict[str, str]:
     trained = " + ".join(role.name for role in plan.roles if role.trained)
     frozen = "".join(f", frozen {role.name}" for role in plan.roles if not role.trained)
     steps = f"{run.ppo_epochs} x {run.mini_batches} optimizer steps" + (
-        f" of {run.responses // run.mini_batches} responses" if run.responses else ""
+        f" of {run.responses // run.mini_batches:,} responses" if run.responses else ""
     )
     micro = f"streams of {run.budget:,} tokens" + (
         f", at most {run.micro_batches} per step and data rank" if run.micro_batches else ""
@@ -64,9 +64,9 @@ def _lines(plan: Plan) -> dict[str, str]:
         "model": f"{plan.model}: {_count(policy.parameters)} parameters; trains {trained}{frozen}",
         "ranks": f"{run.world_size} = {run.replicas} x {run.shards} shards; {run.data_ranks} data ranks x sp {run.sequence_ranks}"
         + (f"; {run.num_nodes} nodes" if run.num_nodes > 1 else ""),
-        "precision": f"{run.precision}: {_dtype(run.param_dtype)} parameters and optimizer, {_dtype(run.compute_dtype)} compute",
-        "iteration": f"{run.prompts or '?'} prompts x {run.num_generations} = {run.responses or '?'} responses; {steps}",
-        "tokens": f"{run.prompt_length or '?'} + {run.response_length} = up to"
+        "precision": f"{run.precision}: {_dtype(run.param_dtype)} trained parameters and optimizer, {_dtype(run.compute_dtype)} compute",
+        "iteration": f"{_number(run.prompts)} prompts x {run.num_generations} = {_number(run.responses)} responses; {steps}",
+        "tokens": f"{_number(run.prompt_length)} + {run.response_length:,} = up to"
         f" {run.longest if run.prompt_length else run.positions:,} per sequence; {micro}",
         "engine": f"{run.world_size // run.engine_ranks} x {plan.engine_name}"
         + (f" on {run.engine_ranks} GPUs" if run.engine_ranks > 1 else "")
@@ -82,7 +82,7 @@ def _details(plan: Plan) -> dict[str, str]:
         "parameters": "; ".join(f"{role.name} {role.shape.parameters:,}" for role in plan.roles)
         + (f"; {plan.matmul_parameters:,} of the policy's in matrix products" if plan.matmul_parameters else ""),
         "trained": f"{plan.trained:,} parameters, learning rates: {rates}",
-        "per data rank": f"{(run.prompts or 0) // run.data_ranks} prompts, {(run.responses or 0) // run.data_ranks} responses",
+        "per data rank": f"{_share(run, run.prompts)} prompts, {_share(run, run.responses)} responses",
         "micro-batch": f"at most {run.stream_tokens(run.mini_batches):,} tokens on each GPU",
         "activations": f"{policy.saved_bytes:,.0f} bytes per token, {policy.layer_bytes:,.0f} per"
         f" {'compiled ' * policy.compiled}layer",
@@ -122,6 +122,14 @@ def _on_gpu(plan: Plan) -> bool:
 
 def _dtype(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _number(value: int | None) -> str:
+    return f"{value:,}" if value else "?"
+
+
+def _share(run: Run, value: int | None) -> str:
+    return _number(value and value // run.data_ranks)
 
 
 def _count(parameters: int) -> str:
