@@ -187,8 +187,8 @@ CHECKS = {
     "engine and node": (
         {"engine": VLLMEngine(tensor_parallel_size=4), "num_nodes": 4},
         "error",
-        "rollout.engine.tensor_parallel_size=4 must divide the 2 processes of a node, an engine is made of consecutive ones: take 2"
-        " or change trainer.devices",
+        "rollout.engine.tensor_parallel_size=4 must divide the 2 processes of a node, an engine is made of consecutive ones:"
+        " take 2 or change trainer.devices",
     ),
     "engine and world": (
         {"engine": VLLMEngine(tensor_parallel_size=2), "num_nodes": 2} | SIX,

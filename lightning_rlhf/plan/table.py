@@ -64,7 +64,8 @@ def _lines(plan: Plan) -> dict[str, str]:
         "model": f"{plan.model}: {_count(policy.parameters)} parameters; trains {trained}{frozen}",
         "ranks": f"{run.world_size} = {run.replicas} x {run.shards} shards; {run.data_ranks} data ranks x sp {run.sequence_ranks}"
         + (f"; {run.num_nodes} nodes" if run.num_nodes > 1 else ""),
-        "precision": f"{run.precision}: {_dtype(run.param_dtype)} trained parameters and optimizer, {_dtype(run.compute_dtype)} compute",
+        "precision": f"{run.precision}: {_dtype(run.param_dtype)} trained parameters and optimizer,"
+        f" {_dtype(run.compute_dtype)} compute",
         "iteration": f"{_number(run.prompts)} prompts x {run.num_generations} = {_number(run.responses)} responses; {steps}",
         "tokens": f"{_number(run.prompt_length)} + {run.response_length:,} = up to"
         f" {run.longest if run.prompt_length else run.positions:,} per sequence; {micro}",
