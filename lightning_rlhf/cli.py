@@ -102,11 +102,11 @@ class _Started(pl.Callback):
 class _Commands(pl.Trainer):
     """Lightning makes a subcommand of each method: of those that a run has, and of one that only looks at it."""
 
-    def _run(self, *args: Any, ckpt_path: Any = None, **kwargs: Any) -> Any:
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         """The strategy learns here which checkpoint ``ckpt_path``, last or best is: Lightning says so once models are built."""
         if isinstance(self.strategy, FSDPUlyssesStrategy):
-            self.strategy.resumes_from = ckpt_path
-        return super()._run(*args, ckpt_path=ckpt_path, **kwargs)
+            self.strategy.resumes_from = kwargs.get("ckpt_path")
+        return super()._run(*args, **kwargs)
 
     def plan(self, devices: PositiveInt | None = None, device_memory_gb: PositiveFloat = 80.0) -> None:
         """Prints what a run would do and need, and what is wrong with it; loads nothing, needs no GPU.
