@@ -5,13 +5,19 @@ from __future__ import annotations
 import shutil
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import pytest
+import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.utils._pytree import tree_leaves
 from toys import TINY_MODULE, even_tokens, fit
 
-from lightning_rlhf import KL, GRPOLightningModule, IterationCheckpoint, LoRA, PPOLightningModule
+from lightning_rlhf import KL, GRPOLightningModule, IterationCheckpoint, LoRA, PPOLightningModule, RolloutCallback
+from lightning_rlhf.background import Background
+from lightning_rlhf.callbacks import planning
 from lightning_rlhf.callbacks.disk import checkpoint_bytes
+from lightning_rlhf.host_memory import local_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
 COMMON = TINY_MODULE | {"reward": [even_tokens]}
@@ -36,6 +42,28 @@ def test_the_size_of_a_checkpoint_is_known_before_it_is_written(module, weights_
     tensors = [part for part in parts if isinstance(part, TensorStorageMetadata)]
     size = sum(part.size.numel() * part.properties.dtype.itemsize for part in tensors)
     assert size == pytest.approx(checkpoint_bytes(built, weights_only), rel=2e-3)  # and counters of steps
+
+
+class Planned(pl.Callback):
+    """What the plan says of the host's copy."""
+
+    def on_train_start(self, trainer, module):
+        rollout = next(c for c in trainer.callbacks if isinstance(c, RolloutCallback))
+        self.size = planning.plan_of(trainer, module, rollout, 0).host["checkpoint"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kl": KL(coef=0.1, refresh_every=2)}, {"ema_decay": 0.9}, {"lora": LoRA(r=4)}],
+    ids=["actor", "reference", "average", "adapter"],
+)
+def test_the_copy_that_is_written_meanwhile_is_as_large_as_planned(options, tmp_path, monkeypatch):
+    copies, copied, planned = [], Background.copied, Planned()
+    monkeypatch.setattr(Background, "copied", lambda *args: copies.append(copied(*args)) or copies[-1])
+    saver = IterationCheckpoint(tmp_path / "c", async_save=True)
+    fit(GRPOLightningModule(**COMMON, **options), tmp_path, 1, callbacks=[saver, planned])
+    tensors = [leaf for leaf in tree_leaves(copies[0]) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    assert sum(local_of(tensor).nbytes for tensor in tensors) == planned.size
 
 
 def test_a_disk_without_room_is_told_of_at_the_start(tmp_path, monkeypatch, recwarn):

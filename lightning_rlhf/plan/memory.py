@@ -158,10 +158,11 @@ def host(run: Run, roles: list[Role], options: Options, engine: EngineMemory) ->
     held = resident(run, roles, options)
     reference = 2 * sum(role.shape.shard(run.shards) for role in roles if not role.trained)
     passes = [_transients(run, role, options, backward=True) for role in roles if role.trained]
-    saved = sum(role.shape.trained_shard(run.shards) for role in roles if role.trained) * run.param_dtype.itemsize
+    kept = {role: role.shape.tied_shard(run.shards) + role.shape.trained_shard(run.shards) for role in roles}
+    saved = run.param_dtype.itemsize * sum(size for role, size in kept.items() if role.trained)
     saved += held["optimizer"] + held.get("average", 0)
     if options.renews:
-        saved += 2 * sum(role.shape.shard(run.shards) for role in roles if role.name == "reference")
+        saved += 2 * sum(size for role, size in kept.items() if role.name == "reference")
     return {
         "optimizer": processes * held["optimizer"] * options.rung.offload_optimizer,
         "parameters": processes * (held["parameters"] + held["reference"]) * options.rung.offload_parameters,
