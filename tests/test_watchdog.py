@@ -15,6 +15,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.trainer.states import RunningStage
 from test_launch import released
 from test_runs import QUIET, ROOT
 from toys import TINY_MODULE, even_tokens, fit, quiet_trainer
@@ -32,6 +34,7 @@ from lightning_rlhf import (
 from lightning_rlhf.callbacks import watchdog
 from lightning_rlhf.callbacks.watchdog import HUNG, ORPHANED, watched
 from lightning_rlhf.cli import CLEAN_UP_S, RLHFCLI
+from lightning_rlhf.phases import Phases
 from lightning_rlhf.rollout import TransformersEngine
 
 LIMIT = 1.0
@@ -179,6 +182,66 @@ def test_the_limit_is_two_thirds_of_that_of_collectives_and_more_for_rollouts(tm
     fit(GRPOLightningModule(**TINY_MODULE, reward=[even_tokens]), tmp_path, 1, callbacks=[Watchdog(), Looks()])
     assert (seen["reward"], seen["update"], seen["generate"]) == (1200.0, 1200.0, 7200.0)
     assert not watchdog._watch._steps
+
+
+def test_the_watch_in_c_is_set_to_the_step_that_must_end_first_and_off_without_any(monkeypatch):
+    """A process that holds the interpreter's lock ends by it; one that has nothing to do must not."""
+    armed: list[Any] = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda seconds, **options: armed.append(round(seconds)))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: armed.append("off"))
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
+    watch, steps = (
+        watchdog._Watch(),
+        [watchdog._Step(what, seconds, "") for what, seconds in (("a", 300.0), ("b", 9.0))],
+    )
+    for change in (watch.add, watch.remove):
+        for step in steps:
+            change(step)
+    grace = watchdog._GRACE
+    assert armed == [300 + grace, 9 + grace, 9 + grace, "off"]
+
+
+def test_a_step_that_fails_has_ended(ended):
+    with pytest.raises(ZeroDivisionError), watched("a step", 60.0):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("environment", "local_rank", "watches"),
+    [(LightningEnvironment(), 0, False), (LightningEnvironment(), 1, True), (TorchElasticEnvironment(), 0, True)],
+)
+def test_several_runs_have_one_watchdog_each_and_a_launcher_if_they_were_launched(
+    environment, local_rank, watches, monkeypatch
+):
+    monkeypatch.setattr(watchdog, "_watch", watch := watchdog._Watch())
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
+    module = SimpleNamespace(phases=Phases())
+    trainer: Any = SimpleNamespace(
+        strategy=SimpleNamespace(cluster_environment=environment),
+        local_rank=local_rank,
+        training=True,
+        state=SimpleNamespace(stage=RunningStage.TRAINING),
+        fit_loop=SimpleNamespace(total_batch_idx=0),
+    )
+    dog = Watchdog(60.0)
+    for end in (
+        lambda: dog.teardown(trainer, module, "validate"),
+        lambda: dog.on_exception(trainer, module, OSError()),
+    ):
+        dog.setup(trainer, module, "validate")
+        with module.phases("reward"):
+            assert [step.what for step in watch._steps] == ["reward of iteration 1"]
+        assert [step.what for step in watch._steps] == ["what follows reward of iteration 1"]
+        end()
+        assert not watch._steps
+        with module.phases("checkpoint"):  # one that was under way
+            assert [step.what for step in watch._steps] == ["checkpoint of iteration 1"]
+        assert not watch._steps, "a process that goes on would be ended"
+    assert len(module.phases.on_start) == len(module.phases.on_end) == 1
+    assert watch.parent == (os.getppid() if watches else None)
+    trainer.training, trainer.state.stage = False, None
+    with module.phases("log_prob"):
+        assert not watch._steps, "outside of a run"
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ class Watchdog(pl.Callback):
         limit: timedelta = getattr(trainer.strategy, "_timeout", None) or timedelta(minutes=30)
         self._limit = self.timeout_s or _SHARE * limit.total_seconds()
         self._setting = "Watchdog.timeout_s" if self.timeout_s else "2/3 of trainer.strategy.timeout_minutes"
-        self._trainer = trainer
+        self._trainer, self._over = trainer, False
         if (phases := getattr(pl_module, "phases", None)) is not None and self._phase_starts not in phases.on_start:
             phases.on_start.append(self._phase_starts)
             phases.on_end.append(self._phase_ends)
@@ -168,17 +168,24 @@ class Watchdog(pl.Callback):
             self._step.end = time.monotonic() + self._step.seconds
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+        self._over = True
         self._stop()
 
     def teardown(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        self._over = True
         self._stop()
 
     def _phase_starts(self, name: str) -> None:
+        if self._trainer.state.stage is None:  # called by the user, outside of any run
+            return
         times = _ROLLOUT_TIMES if name in _ROLLOUT else 1
         self._expect(f"{name} of {where(self._trainer)}", self._limit * times)
 
     def _phase_ends(self, name: str) -> None:
-        self._expect(f"what follows {name} of {where(self._trainer)}")
+        if self._over:  # as that of a checkpoint which other callbacks bring to its end
+            self._stop()
+        else:
+            self._expect(f"what follows {name} of {where(self._trainer)}")
 
     def _expect(self, what: str, seconds: float | None = None) -> None:
         self._stop()
