@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,27 @@ def test_a_failing_update_waits_for_the_engine_before_it_closes_it(tmp_path):
     with pytest.raises(ZeroDivisionError):
         run(tmp_path, engine=Slow(), model=model)
     assert seen[0] == 2
+
+
+@pytest.mark.parametrize("error", [None, ValueError("no"), SystemExit(3)])
+def test_a_thread_leaves_its_time_and_what_it_made_or_raised(error):
+    def generate() -> list[Completion]:
+        time.sleep(0.05)
+        if error is not None:
+            raise error
+        return [Completion([5], "stop")]
+
+    ahead = Ahead()
+    ahead.start(3, [8], generate, torch.device("cpu"))
+    assert ahead.running
+    if error is None:
+        ahead.settle(lambda result: result())
+        assert ahead.seconds >= 0.05
+        assert ahead.take([8]) == [Completion([5], "stop")]
+    else:
+        with pytest.raises(type(error)):
+            ahead.settle(lambda result: result())
+    assert not ahead.running
 
 
 def test_responses_survive_a_checkpoint_to_the_bit():

@@ -284,6 +284,7 @@ def test_what_a_reply_does_to_its_columns_changes_nothing_else(tokenizer):
 
     def move(turns, board):
         board[0][0] += 1
+        turns.append("more")
         return str(board[0][0])
 
     done = talk(tokenizer, Script(tokenizer, "a", "b"), move, rows=[row] * 3, seeds=(0, 1, 2), max_turns=2)
@@ -358,9 +359,10 @@ def test_responses_ahead_are_not_those_of_another_conversation():
         Conversation(answer, max_turns=2),
         Conversation(digits),
         Conversation(answer, role=None),
+        Conversation(answer, max_reply_length=32),
     ]
     found = [RolloutCallback(conversation=one)._keys(prompts) for one in (None, *talks)]
-    assert len(set(map(tuple, found))) == 5
+    assert len(set(map(tuple, found))) == 6
     assert found[0] == keys(prompts, RolloutCallback().sampling)
     assert found[1] == RolloutCallback(conversation=Conversation(answer))._keys(prompts)
 

@@ -31,9 +31,13 @@ from lightning_rlhf import (
     RolloutCallback,
     Sampling,
 )
+from lightning_rlhf.callbacks import faults
 from lightning_rlhf.callbacks import rollout as callback
-from lightning_rlhf.callbacks.faults import agreed, told_by_settings
+from lightning_rlhf.callbacks.faults import agreed, makes_room, told_by_settings
+from lightning_rlhf.callbacks.rollout_steps import RolloutSteps
 from lightning_rlhf.callbacks.watchdog import HUNG
+from lightning_rlhf.phases import Phases
+from lightning_rlhf.plan.memory import Rung
 from lightning_rlhf.rollout import TransformersEngine
 from lightning_rlhf.rollout.vllm_requests import completion_of
 from lightning_rlhf.rollout.weights import gather
@@ -150,6 +154,25 @@ def test_out_of_memory_closes_the_engine_and_brings_the_state_back(tmp_path, ste
     (rollout,) = [c for c in callbacks if isinstance(c, RolloutCallback)]
     assert not rollout._steps.host.in_use
     assert module.trainer.global_step == 1
+
+
+SYNC = ["set rollout.offload_optimizer: true", "set model.offload_reference: true", "shard over more trainer.devices"]
+
+
+@pytest.mark.parametrize(
+    ("step", "rung", "on_host", "said"),
+    [
+        ("sync", Rung(0, False, False), False, SYNC),
+        ("reload", Rung(0, False, False), False, ["set rollout.sleep_level: 2", *SYNC[:2]]),
+        ("reload", Rung(2, True, False), False, [*SYNC[1:], "take a smaller model.model"]),
+        ("reload", Rung(2, False, True), True, [SYNC[0], SYNC[2], "take a smaller model.model"]),
+    ],
+)
+def test_no_setting_is_named_that_is_set_or_does_not_help(step, rung, on_host, said):
+    rollout = RolloutCallback()
+    rollout.rung = rung
+    module: Any = SimpleNamespace(reference=object(), settings=SimpleNamespace(offload_reference=on_host))
+    assert makes_room(step, rollout, module) == said
 
 
 class HoldsMemory(Fails):
@@ -417,6 +440,26 @@ def test_a_failure_in_any_step_on_one_rank_is_raised_on_both_at_once():
         assert own == f"OSError: {step} broke", trace
         assert message == f"RuntimeError: {steps[step]} of iteration 2 failed on rank 1: {own}"
         assert seconds < 30
+
+
+@pytest.mark.parametrize(("phase", "tp", "waits"), [("generate", 1, True), ("generate", 2, False), ("sync", 2, True)])
+def test_a_failure_is_told_unless_others_may_be_inside_the_engine_and_is_raised_though_they_are_gone(
+    phase, tp, waits, monkeypatch
+):
+    told: list[Any] = []
+
+    def gone(message: str | None) -> list[str | None]:
+        told.append(message)
+        raise ConnectionError("reset by peer")
+
+    monkeypatch.setattr(faults, "_all_gather", gone)
+    steps: Any = RolloutSteps(RolloutCallback())
+    steps.engine = SimpleNamespace(tensor_parallel_size=tp)
+    trainer = SimpleNamespace(training=True, fit_loop=SimpleNamespace(total_batch_idx=0))
+    steps.module = SimpleNamespace(trainer=trainer, phases=Phases())
+    with pytest.raises(ValueError, match="out of blocks"), steps.step(phase):
+        raise ValueError("out of blocks")
+    assert told == ["ValueError: out of blocks"] * waits
 
 
 def agree(rank: int) -> list[str]:

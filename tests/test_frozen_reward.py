@@ -153,6 +153,9 @@ def test_the_ends_of_sequences_are_packed_on_any_piece():
     assert whole.response_index[:, 0].tolist() == whole.rows.tolist() == [4, 7, 11]
     first, second = (pack_ends(sequences, 2, rank) for rank in range(2))
     assert (first.rows.tolist(), second.rows.tolist()) == ([4], [1, 5])
+    sequences.append(torch.arange(2))
+    halves = [pack_ends(sequences, 2, rank).rows.tolist() for rank in range(2)]
+    assert halves == [[4], [0, 4, 6]], "one that ends with the first token of a piece"
     assert pack_ends([], 2).response_mask.shape == (0, 1)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from toys import spawn
 
 from lightning_rlhf.modules.adamw import ShardedAdamW
-from lightning_rlhf.modules.gradients import clip_roles
+from lightning_rlhf.modules.gradients import clip_roles, total_norm
 
 
 def groups(**gradients: list[float]) -> list[dict]:
@@ -68,6 +68,9 @@ def sharded(rank: int, shape: tuple[int, ...]) -> list[dict[str, Any]]:
     for step in range(3):
         for one in models:
             one(torch.full((2, 7), 1.0 + step + rank)).square().sum().backward()
+        whole = nn.Parameter(torch.zeros(2))  # beside the shards, as a layer that is not sharded has it
+        whole.grad = torch.tensor([3.0, 4.0])
+        beside = total_norm([*models[1].parameters(), whole], torch.device("cpu"))
         expected = torch.nn.utils.clip_grad_norm_(models[1].parameters(), 0.5).full_tensor()
         norm = clip_roles(optimizers[0].param_groups, 0.5)["actor"]
         pairs = list(zip(*(one.parameters() for one in models), strict=True))
@@ -81,6 +84,7 @@ def sharded(rank: int, shape: tuple[int, ...]) -> list[dict[str, Any]]:
         found.append(
             {
                 "norms": (norm, expected),
+                "beside": (beside, (expected.square() + 25.0).sqrt()),
                 "clipped": clipped,
                 "values": [(a.full_tensor().detach(), b.full_tensor().detach()) for a, b in pairs],
                 "states": [(a.full_tensor(), b.full_tensor()) for a, b in zip(*states, strict=True)],
@@ -94,7 +98,8 @@ def test_shards_are_clipped_and_stepped_as_torch_does_it(ranks: int, shape: tupl
     every = spawn(sharded, ranks, shape)
     for steps in every:
         for step in steps:
-            torch.testing.assert_close(*step["norms"], rtol=1e-6, atol=0.0)
+            for name in ("norms", "beside"):
+                torch.testing.assert_close(*step[name], rtol=1e-6, atol=0.0)
             assert float(step["norms"][0]) > 0.5
             for ours, torchs in step["clipped"]:
                 torch.testing.assert_close(ours, torchs, rtol=1e-6, atol=0.0)

@@ -41,7 +41,7 @@ def oracle(q, k, v, lengths, features):
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         i, j = torch.arange(len(qi))[:, None], torch.arange(len(qi))[None]
-        hidden = (j > i) | ((i - j >= window) if window else False)
+        hidden = ((j > i) & features.causal) | ((i - j >= window) if window else False)
         weights = scores.masked_fill(hidden, -torch.inf).exp()
         total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks.exp()[:, None, None])
         out.append(torch.einsum("hij,jhd->ihd", weights / total, vi))
@@ -51,6 +51,7 @@ def oracle(q, k, v, lengths, features):
 SINKS = torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=torch.float64)
 FEATURES = {
     "plain": Features(),
+    "both ways": Features(causal=False),
     "scale": Features(scale=0.7),
     "window": Features(window=3),
     "softcap": Features(softcap=2.0),
@@ -132,6 +133,26 @@ def test_a_stream_of_one_long_sequence_is_attended_in_one_call(scale, monkeypatc
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize(
+    ("features", "window"),
+    [(Features(window=3, scale=0.7), (2, 0)), (Features(causal=False), (-1, -1))],
+    ids=["window", "both ways"],
+)
+def test_torch_is_asked_for_what_one_long_sequence_in_one_call_has_not(features, window, monkeypatch):
+    """Half precision, a window of tokens to the left, values as wide as keys."""
+    asked = []
+    monkeypatch.setattr("lightning_rlhf.kernels._LONG", 8)
+    monkeypatch.setattr(
+        "lightning_rlhf.kernels.varlen_attn", lambda *a, **options: asked.append((a[:3], options)) or a[2]
+    )
+    q, k, v, *layout = stream([9], dtype=torch.float32)
+    out = torch_kernel(q, k, v[..., :5], *layout, features)
+    (((*given,), options),) = asked
+    assert (options["window_size"], options["scale"]) == (window, features.scale)
+    assert {(t.dtype, t.shape[-1]) for t in given} == {(torch.bfloat16, 16)}
+    assert torch.equal(out, v[..., :5].bfloat16().float())
+
+
 def gpu_case(run, asked, lengths, heads, kv_heads, dim):
     """Compare a kernel with the reference in float32."""
     sinks = None if asked.sinks is None else asked.sinks.repeat(heads // 4).float().cuda().requires_grad_()
@@ -159,7 +180,7 @@ def test_cudnn_takes_one_long_sequence(name, length):
     "ignore:.* is deprecated:DeprecationWarning",
     "ignore:Argument aux_data:UserWarning",
 )
-@pytest.mark.parametrize("name", [n for n in FEATURES if "sinks" not in n])
+@pytest.mark.parametrize("name", ["plain", "scale", "window", "softcap"])
 def test_flash_attention_4_equals_the_reference(name):
     try:
         _, kernel = choose_kernel("flash_attention_4", CUDA)
@@ -231,7 +252,9 @@ def package(monkeypatch, name, function):
 def test_what_a_kernel_lacks_is_refused_with_one_that_has_it(monkeypatch):
     package(monkeypatch, "flash_attn", lambda q, k, v, softcap=0.0: None)
     package(monkeypatch, "flash_attn_interface", lambda q, k, v, s_aux=None: None)
+    package(monkeypatch, "flash_attn.cute", lambda q, k, v, softcap=None, learnable_sink=None: None)
     capped, sunk = Features(softcap=50.0), Features(sinks=torch.zeros(4))
+    assert choose_kernel("flash_attention_4", CUDA, needs=Features(softcap=1.0, sinks=torch.zeros(4)))
     assert choose_kernel("auto", CUDA, needs=sunk)[0] == "torch"
     assert choose_kernel("flash_attention_2", CUDA, needs=capped)[0] == "flash_attention_2"
     assert choose_kernel("flash_attention_3", CUDA, needs=sunk)[0] == "flash_attention_3"

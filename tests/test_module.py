@@ -225,8 +225,12 @@ def test_metrics_that_are_not_measured_in_an_iteration_are_not_repeated(tmp_path
     assert [row.get("rollout/checksum_ok") for row in rows] == [1.0, None, None, 1.0]
 
 
-def test_the_first_sync_of_each_run_is_verified(tmp_path):
-    rollout = RolloutCallback(sampling=Sampling(num_generations=4, max_completion_length=6))
+@pytest.mark.parametrize("sleep_level", [0, 2])
+def test_the_first_sync_of_each_run_is_verified(sleep_level, tmp_path):
+    """Also where the engine is awake with weights of the same version, which are those of another module."""
+    rollout = RolloutCallback(
+        sampling=Sampling(num_generations=4, max_completion_length=6), sleep_level=sleep_level, verify_sync_every=2
+    )
     verified = []
     for _ in range(2):
         trainer = quiet_trainer(rollout, max_steps=1, enable_checkpointing=False)

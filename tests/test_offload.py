@@ -156,6 +156,25 @@ def test_an_optimizer_by_class_path_with_8_bit_state_trains_and_is_offloaded(tmp
     assert rows[0][-1]["actor/kl_loss"] > 0.0
 
 
+def test_what_is_away_moves_once_without_its_gradient_and_comes_back_as_it_was():
+    root = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(root.parameters())
+    root(torch.ones(3)).sum().backward()
+    optimizer.step()
+    moments = [s for state in optimizer.state.values() for s in (state["exp_avg"], state["exp_avg_sq"])]
+    before = [t.detach().clone() for t in (*root.parameters(), *moments)]
+    host = HostMemory()
+    size = sum(p.nbytes for p in root.parameters())
+    assert (host.offload_parameters(root), host.offload_states([optimizer])) == (size, 2 * size)
+    assert (host.offload_parameters(root), host.offload_states([optimizer])) == (0, 0)
+    assert all(p.grad is None for p in root.parameters())
+    assert host.in_use
+    host.reload([root], [optimizer], torch.device("cpu"))
+    assert not host.in_use
+    moments = [s for state in optimizer.state.values() for s in (state["exp_avg"], state["exp_avg_sq"])]
+    assert all(map(torch.equal, before, (*root.parameters(), *moments)))
+
+
 def test_state_that_is_no_plain_tensor_is_refused():
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter])

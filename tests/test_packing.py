@@ -33,6 +33,7 @@ def test_padding_is_a_sequence_of_its_own(multiple):
     assert len(packed.input_ids) % multiple == 0
     assert packed.real_tokens == 9
     assert packed.cu_seqlens[2] == 9
+    assert packed.max_length == packed.cu_seqlens.diff().max(), "of the padding, too"
     assert (packed.labels[9:] == IGNORE).all()
 
 
@@ -58,6 +59,25 @@ def test_very_unequal_lengths_are_balanced_over_data_ranks():
     bins = plan(lengths, 2, 4096)
     loads = [sum(lengths[i] for members in rank for i in members) for rank in bins]
     assert max(loads) / min(loads) < 1.05
+
+
+def test_a_sequence_costs_what_its_layers_compute():
+    """12 h² n and 2 h n²: as much of either for 6 h tokens."""
+    cost, n = attention_cost(64), 6 * 64
+    assert cost(n) / cost(1) == pytest.approx(2 * n, rel=1e-2)
+
+
+def test_micro_steps_are_of_equal_cost_and_the_rank_that_has_less_gets_the_heavier_half():
+    lengths = [10, 8, 6, 5, 3, 1]
+    one, other = plan(lengths, 2, 10)
+    loads = [[sum(lengths[i] for i in members) for members in rank] for rank in (one, other)]
+    assert loads == [[10, 7], [8, 8]]
+
+
+def test_a_bin_without_room_for_one_sequence_is_there_for_the_next():
+    """Many short ones are cheap, so their bin comes first: 3 tokens are too many for it, 1 is not."""
+    (bins,) = plan([10, 4, 4, 4, 3, 1], 1, 13, lambda n: n * n)
+    assert sorted(map(sorted, bins)) == [[0, 4], [1, 2, 3, 5]]
 
 
 def test_fewer_sequences_than_ranks_leave_empty_bins():
@@ -90,6 +110,8 @@ def test_a_plan_at_home_moves_nothing_and_keeps_groups_together(seed):
     assert all(homes[i] == rank for rank, own in enumerate(bins) for one in own for i in one)
     assert len({len(rank) for rank in bins}) == 1
     assert all(sum(lengths[i] for i in one) <= budget for rank in bins for one in rank)
+    loads = [[sum(attention_cost(64)(lengths[i]) for i in one) for one in rank] for rank in bins]
+    assert all(load == sorted(load, reverse=True) for load in loads)
     count = sum(map(len, bins))
     assert count <= 1.5 * sum(lengths[i] for i in rows) / budget + ranks
     assert sum(len({groups[i] for i in one}) for rank in bins for one in rank) < 12 + count

@@ -206,6 +206,9 @@ def test_checksum_counts_a_tied_parameter_once() -> None:
     assert checksum(net.state_dict().items()) == once
     assert checksum(gather(named(net), torch.bfloat16)) == once
     assert checksum(gather(named(net), torch.bfloat16, bucket_bytes=16)) == once
+    whole = torch.randn(4)
+    parts = [("whole", whole), ("beginning", whole[:2])]
+    assert checksum(parts) == checksum([("both", torch.cat([whole, whole[:2]]))]), "at one address, and no tie"
     untied = [(n, p.detach().clone()) for n, p in named(net)]
     assert checksum(untied) != once, "equal values in memory of their own are two tensors"
 

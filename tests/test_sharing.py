@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from toys import pooled, spawn
+from toys import TINY_MODULE, even_tokens, pooled, quiet_trainer, spawn
 
-from lightning_rlhf import FSDPUlyssesStrategy
+from lightning_rlhf import FSDPUlyssesStrategy, GRPOLightningModule, PromptDataModule, RolloutCallback
+from lightning_rlhf.rollout import TransformersEngine
 from lightning_rlhf.rollout.sharing import Pool, engine_share, pool_size
 from lightning_rlhf.types import Completion, Sampling
 
@@ -114,6 +115,20 @@ def test_pictures_stay_with_their_prompts():
     assert seen == [[((0,), 0, "picture 0"), ((9,), 9, None), ((1,), 1, "picture 1"), ((9,), 9, None)]] * 2
 
 
+def test_each_conversation_has_its_own_prompt_row_and_seed_in_whatever_order_they_start():
+    held: list[tuple[Any, ...]] = []
+
+    def talk(generate: Any, prompts: Any, rows: Any, seeds: Any) -> list[Completion]:
+        held.extend(zip(prompts, rows, seeds, strict=True))
+        return generate(prompts, seeds=seeds)
+
+    prompts, rows = [[row] for row in range(3)], [{"row": row} for row in range(3)]
+    pool = Pool(1, 1, 0, lambda value: [value])
+    done = pooled(pool, FakeEngine(), prompts, SAMPLING, seeds=[5, 6, 7], expected=[1, 3, 2], talk=talk, rows=rows)
+    assert held == [([1], {"row": 1}, 6), ([2], {"row": 2}, 7), ([0], {"row": 0}, 5)]
+    assert [one.token_ids for one in done] == [[0, 5], [1, 6], [2, 7]]
+
+
 def test_when_an_engine_fails_the_ranks_that_share_its_prompts_hear_of_it():
     def work(rank: int, pool: Pool) -> list[Completion]:
         return pooled(pool, FakeEngine(broken=rank == 1), [[5]] * 4, SAMPLING, seeds=range(4))
@@ -167,3 +182,49 @@ def test_the_longest_start_first_and_come_back_in_their_places(world, sp, tp):
         assert started == [[3, 3, 1, 1, 4, 4, 2, 2, 0, 0, 5, 5]]
     elif tp == 1:
         assert started == [[1, 1, 2, 2, 0, 0], [3, 3, 4, 4, 5, 5]]
+
+
+def rows() -> list[dict[str, str]]:
+    return [{"prompt": f"say {word} "} for word in ("yes", "no", "a", "b", "one", "two", "three", "four")]
+
+
+class OfLengths(TransformersEngine):
+    """The first response to a prompt is as long as its tokens say, the second one has one token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[list[list[int]]] = []
+
+    def generate(self, prompts: Any, *args: Any, **options: Any) -> list[Completion]:
+        self.asked.append([list(prompt) for prompt in prompts])
+        done, wanted = super().generate(prompts, *args, **options), []
+        for i, (prompt, one) in enumerate(zip(prompts, done, strict=True)):
+            ids = one.token_ids[: 1 if i % 2 else length_of(prompt)]
+            wanted.append(Completion(ids, "length", one.log_probs and one.log_probs[: len(ids)]))
+        return wanted
+
+
+def length_of(prompt: list[int]) -> int:
+    return 1 + 3 * sum(prompt) % 8
+
+
+@pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
+def test_responses_are_expected_to_be_as_long_as_the_longest_to_their_prompt_was():
+    engine = OfLengths()
+    sampling = Sampling(max_completion_length=8, num_generations=2, ignore_eos=True)
+    rollout = RolloutCallback(engine, sampling)
+    trainer = quiet_trainer(rollout, max_steps=3, enable_checkpointing=False)
+    module = GRPOLightningModule(**TINY_MODULE, reward=[even_tokens])
+    trainer.fit(module, datamodule=PromptDataModule(path="test_sharing.rows", batch_size=4))
+    batches = [trainer.train_dataloader.batch_at(*place)["prompts"] for place in ((0, 0), (0, 1), (1, 0))]
+    last = [list(ids) for ids in batches[2].ids]
+    expected = sorted(last, key=lambda ids: -length_of(ids))
+    assert expected != last
+    assert engine.asked[0] == [list(ids) for ids in batches[0].ids for _ in range(2)], "of the first nothing is known"
+    assert engine.asked[2] == [ids for ids in expected for _ in range(2)]
+    again = RolloutCallback()
+    again.load_state_dict(rollout.state_dict())
+    known = {
+        int(row): length_of(list(ids)) for batch in batches for row, ids in zip(batch.index, batch.ids, strict=True)
+    }
+    assert again._steps.longest == rollout._steps.longest == known

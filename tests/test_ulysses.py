@@ -73,6 +73,11 @@ def test_a_padded_batch_is_refused_instead_of_attending_to_padding():
     use_packed_attention(model, "auto", torch.device("cpu"), None)
     with pytest.raises(ValueError, match="packed attention needs batch size 1"):
         model(torch.ones(2, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"packed attention needs .* cu_seq_lens_q/max_length_q"):
+        model(torch.ones(1, 4, dtype=torch.long))
+    layout = {"cu_seq_lens_q": torch.tensor([0, 4], dtype=torch.int32), "max_length_q": 4}
+    with pytest.raises(ValueError, match="packed attention needs batch size 1, no attention_mask"):
+        packed_attention(reference_kernel)(model, *[torch.ones(1, 2, 4, 8)] * 3, torch.ones(1, 1, 4, 4), **layout)
 
 
 def test_a_model_without_the_attention_interface_is_refused():

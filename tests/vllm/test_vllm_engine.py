@@ -297,6 +297,8 @@ def test_too_long_a_prompt_names_both_numbers_and_the_engine_stays_usable(engine
     sync(engine, policy())
     with pytest.raises(ValueError, match=r"max_model_len is 128\), got 128"):
         engine.generate([[5], [5] * 128], GREEDY, seeds=[0, 0])
+    with pytest.raises(ValueError, match="there must be one seed per prompt, got 2 for 1"):
+        engine.generate([[5]], GREEDY, seeds=[0, 0])
     cut = engine.generate([[5] * 120], replace(GREEDY, ignore_eos=True), seeds=[0])[0]
     assert (len(cut.token_ids), cut.finish_reason) == (8, "length")
 
@@ -306,7 +308,9 @@ def test_packed_weights_have_no_checksum(engine: VLLMEngine) -> None:
     assert engine.checksum() is None
 
 
-def test_a_broken_stream_closes_the_engine_and_it_can_be_built_again(engine: VLLMEngine) -> None:
+def test_an_error_closes_the_engine_and_it_can_be_built_again(
+    engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken() -> Iterator[tuple[str, Tensor]]:
         yield from named(policy())[:5]
         raise OSError("shard lost")
@@ -324,7 +328,15 @@ def test_a_broken_stream_closes_the_engine_and_it_can_be_built_again(engine: VLL
         engine.generate(PROMPTS, GREEDY, seeds=[0] * 4, log_probs=True),
         oracle(model).generate(PROMPTS, GREEDY, seeds=[0] * 4, log_probs=True),
     )
-    engine.close()
+
+    def out_of_blocks(*_: object, **options: object) -> None:
+        raise OSError("out of blocks")
+
+    monkeypatch.setattr(engine.llm, "generate", out_of_blocks)  # requests may be left in its scheduler
+    with pytest.raises(OSError, match="out of blocks"):
+        engine.generate(PROMPTS, GREEDY, seeds=[0] * 4)
+    assert engine.llm is None
+    assert engine.weight_version == -1
     engine.close()
 
 
