@@ -85,6 +85,14 @@ def test_the_tokens_are_those_of_the_chat_template_and_only_turns_are_sampled(to
         assert asked == encode(tokenizer, "user: hi\nassistant: ") + done.token_ids[:begin]
 
 
+def test_log_probs_that_nobody_asked_for_are_none(tokenizer):
+    def generate(prompts, seeds):
+        return [Completion([EOS], "stop") for _ in prompts]
+
+    (done,) = talk(tokenizer, generate, lambda turns: "r", max_turns=2)
+    assert (len(done.turns), done.log_probs) == (2, None)
+
+
 def test_a_template_that_ends_turns_ends_them_once(tokenizer):
     own = AutoTokenizer.from_pretrained(tiny_model())
     own.chat_template = (
@@ -115,8 +123,17 @@ def test_a_long_reply_is_cut_and_the_template_around_it_is_not(tokenizer):
     (reply,) = done.replies
     assert 0 < len(reply) < 20
     assert tokenizer.decode(done.token_ids) == f"a<|im_end|>\nuser: {reply}\nassistant: b<|im_end|>"
-    with pytest.raises(ValueError, match=r"max_reply_length=8 must be above 19, the tokens that"):
-        talk(tokenizer, Script(tokenizer, "a"), lambda turns: "r", max_reply_length=8)
+    for limit in (8, 19):
+        with pytest.raises(ValueError, match=rf"max_reply_length={limit} must be above 19, the tokens that"):
+            talk(tokenizer, Script(tokenizer, "a"), lambda turns: "r", max_reply_length=limit)
+
+
+def test_further_variables_of_the_template_reach_it(tokenizer):
+    own = AutoTokenizer.from_pretrained(tiny_model())
+    own.chat_template = "{% for m in messages %}{{ m.content }}{{ mark }}{% endfor %}"
+    speaker = Speaker(Conversation(lambda turns: "r", max_turns=2), own, {"mark": "*"})
+    (done,) = speaker(Script(own, "a", "b", end=()), [[5]], [{}], [0])
+    assert own.decode(done.token_ids) == "a*r*b"
 
 
 HEAD = "{% for m in messages %}{{ '<|start|>' + m.role + '<|end|>\\n\\n' }}"
@@ -275,8 +292,13 @@ def test_any_callable_may_answer_and_a_column_never_takes_the_place_of_the_turns
     async def slow(turns):
         return "r"
 
-    with pytest.raises(ValueError, match=r"conversation\.reply must be a plain function, not async"):
-        talk(tokenizer, Script(tokenizer, "a"), slow)
+    class Slow:
+        async def __call__(self, turns):
+            return "r"
+
+    for reply in (slow, Slow()):
+        with pytest.raises(ValueError, match=r"conversation\.reply must be a plain function, not async"):
+            talk(tokenizer, Script(tokenizer, "a"), reply)
 
 
 def test_what_a_reply_does_to_its_columns_changes_nothing_else(tokenizer):

@@ -31,6 +31,10 @@ def add(rounds: Rounds, rewards: dict[int, list[float]], reason: str = "stop", *
     rounds.add(Rollout.build(prompts, completions, Sampling(num_generations=2)), scores)
 
 
+def prompt(row: int) -> Prompts:
+    return Prompts([[row]], [str(row)], {}, torch.tensor([row]))
+
+
 def one_rank(**options: Any) -> Rounds:
     return Rounds(FilterGroups(**options), lambda own: [own])
 
@@ -87,6 +91,10 @@ def test_only_responses_that_count_are_compared():
     assert rounds.metrics["reward/generated_mean"] == pytest.approx(2 / 3)
     add(rounds, {7: [0, 1], 8: [0, 1]}, "abort")
     assert rounds.metrics["rollout/kept_groups"] == 1 / 4
+    empty = one_rank()
+    rollout = Rollout.build(prompt(4), [Completion([1], "stop"), Completion([], "stop")], Sampling(num_generations=2))
+    empty.add(rollout, Scores(torch.tensor([0.0, 1.0])))
+    assert empty.metrics["rollout/kept_groups"] == 0.0
     for truncated, kept in ((False, 1.0), (True, 0.0)):
         rounds = Rounds(FilterGroups(), lambda own: [own], mask_truncated=truncated)
         add(rounds, {7: [0, 1]}, "length")
@@ -111,6 +119,9 @@ def test_the_metric_may_be_one_reward_function():
     add(rounds, {5: [0.1, 0.2], 3: [0.1, 0.1]}, right=[1.0, 1.0, 0.0, 1.0])
     assert rows(rounds) == [5, 3]
     assert rounds.result()[1].parts["right"].tolist() == [1, 1, 0, 1]
+    abstained = one_rank(metric="right")
+    add(abstained, {5: [0.1, 0.2], 3: [math.nan, 0.1]}, right=[math.nan, 1.0, 0.0, 1.0])
+    assert abstained.metrics["rollout/kept_groups"] == 0.0
     with pytest.raises(ValueError, match="must be one of the reward functions right, got 'wrong'"):
         add(one_rank(metric="wrong"), {5: [0, 1]}, right=[0.0, 1.0])
 
@@ -125,15 +136,23 @@ def test_rewards_beyond_the_clip_are_equal():
 def test_rewards_of_tokens_go_with_their_responses():
     rounds = one_rank(max_num_gen_batches=2)
     for longest, row in ((3, 5), (2, 3)):
-        prompts = Prompts([[row]], [str(row)], {}, torch.tensor([row]))
         completions = [Completion([1] * longest, "stop"), Completion([1], "stop")]
         tokens = None if longest == 2 else torch.tensor([[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]])
-        rollout = Rollout.build(prompts, completions, Sampling(num_generations=2))
+        rollout = Rollout.build(prompt(row), completions, Sampling(num_generations=2))
         rounds.add(rollout, Scores(torch.tensor([6.0, 4.0]), tokens=tokens))
     rounds._groups[0] *= 2  # a batch of two prompts
     rollout, scores = rounds.result()
     assert rollout.prompts.index.tolist() == [5, 3]
     assert scores.tokens.tolist() == [[1, 2, 3], [4, 0, 0], [0, 0, 0], [0, 0, 0]]
+
+
+def test_what_functions_log_of_each_response_goes_with_it():
+    rounds = one_rank(max_num_gen_batches=2)
+    for row, columns in ((5, {"a": ["x", "y"]}), (3, {"b": [1, 2]})):
+        rollout = Rollout.build(prompt(row), [Completion([1], "stop")] * 2, Sampling(num_generations=2))
+        rounds.add(rollout, Scores(torch.tensor([0.0, 1.0]), columns=columns))
+    rounds._groups[0] *= 2  # a batch of two prompts
+    assert rounds.result()[1].columns == {"a": ["x", "y", None, None], "b": [None, None, 1, 2]}
 
 
 def test_each_data_rank_has_its_share_of_what_is_chosen_among_all():

@@ -598,6 +598,23 @@ def test_one_checkpoint_at_a_time_is_under_way(monkeypatch):
     assert complete("teststore://runs") == ["5"]
 
 
+def test_what_is_being_written_stays_when_the_next_one_is_asked_for(monkeypatch):
+    write, weights, module = FSDPUlyssesStrategy._write, {}, Toy()
+
+    class Asks(Watch):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            step = trainer.global_step
+            weights[step] = module.net.weight.full_tensor().detach().clone()
+            state = trainer._checkpoint_connector.dump_checkpoint(False)
+            trainer.strategy.save_in_background(state, f"{self.folder}/{step}.ckpt", lambda group: None)
+
+    monkeypatch.setattr(FSDPUlyssesStrategy, "_write", lambda *args: time.sleep(0.2) or write(*args))
+    fit(3, Asks("teststore://runs"), module=module)
+    assert complete("teststore://runs") == ["1", "2", "3"]
+    for step, held in weights.items():
+        assert torch.equal(fit(step, ckpt_path=f"teststore://runs/{step}.ckpt"), held)
+
+
 @pytest.mark.parametrize("save_last", [False, True])
 def test_beside_the_run_an_older_checkpoint_goes_when_the_newer_one_is_complete(save_last):
     markers: list[set[str]] = []
