@@ -201,6 +201,24 @@ def test_the_watch_in_c_is_set_to_the_step_that_must_end_first_and_off_without_a
     assert armed == [300 + grace, 9 + grace, 9 + grace, "off"]
 
 
+def test_a_step_that_ends_while_the_thread_sets_the_watch_in_c_leaves_it_off(ended, monkeypatch):
+    armed, setting = [], threading.Event()
+
+    def slow(seconds: float, **options: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            setting.set()
+            time.sleep(0.2)
+        armed.append(True)
+
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", slow)
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: armed.append(False))
+    with watched("a step", 60.0):
+        setting.clear()
+        assert setting.wait(20)
+    time.sleep(0.4)
+    assert armed[-1] is False
+
+
 def test_a_step_that_fails_has_ended(ended):
     with pytest.raises(ZeroDivisionError), watched("a step", 60.0):
         raise ZeroDivisionError

@@ -64,20 +64,23 @@ class _Watch:
 
     def __init__(self) -> None:
         self._steps: list[_Step] = []
+        self._lock = threading.RLock()  # or the thread would arm what has just been called off
         self._thread: threading.Thread | None = None
         self.parent: int | None = None
 
     def add(self, step: _Step) -> None:
-        self._steps.append(step)
-        self._arm()
+        with self._lock:
+            self._steps.append(step)
+            self._arm()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
             self._thread.start()
 
     def remove(self, step: _Step) -> None:
-        if step in self._steps:
-            self._steps.remove(step)
-        self._arm()
+        with self._lock:
+            if step in self._steps:
+                self._steps.remove(step)
+            self._arm()
 
     def _arm(self) -> None:
         """The watch in C, which ends the process if this is not called again in time."""
@@ -97,8 +100,9 @@ class _Watch:
             if late and not _is_in_no_hurry():
                 step = late[-1]
                 _end(HUNG, f"{step.what} has not ended in {step.seconds:g} s ({step.setting}), all threads:")
-            if self._steps:
-                self._arm()
+            with self._lock:
+                if self._steps:
+                    self._arm()
             time.sleep(_TICK)
 
 
