@@ -229,6 +229,17 @@ def test_a_world_that_the_meshes_do_not_tile_is_refused(sizes, world, nodes, mes
 # -- attempts of one job -----------------------------------------------------------------------------------------------
 
 
+def test_groups_of_a_rollout_wait_as_long_as_the_others(monkeypatch):
+    made = []
+    monkeypatch.setattr(dist, "new_subgroups", lambda ranks, **options: made.append((ranks, options)) or ["group"])
+    monkeypatch.setattr(
+        dist, "all_gather_object", lambda out, value, group: out.__setitem__(slice(None), [value, group])
+    )
+    strategy = FSDPUlyssesStrategy(timeout_minutes=7.0)
+    assert [strategy.all_gather_objects(value, 2) for value in "ab"] == [["a", "group"], ["b", "group"]]
+    assert made == [(2, {"timeout": timedelta(minutes=7), "backend": "gloo"})], "once"
+
+
 def test_an_attempt_never_meets_under_the_name_of_an_earlier_one():
     """Whatever comes first: a rank that reads what is left of the attempt before must not take it for its own."""
     store, minute = dist.HashStore(), timedelta(minutes=1)

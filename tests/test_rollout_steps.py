@@ -75,6 +75,15 @@ def test_a_conversation_has_the_columns_of_its_prompt_and_no_pictures():
     assert heard == [([5], one)] * 2 + [([6, 7], other)] * 2
 
 
+@pytest.mark.parametrize(("known", "first"), [({30: 4, 80: 5}, 80), ({30: 5, 80: 4}, 30), ({30: 5}, 80), ({80: 5}, 30)])
+def test_the_longest_start_first_and_those_of_which_nothing_is_known_before_them(known, first):
+    steps = steps_of()
+    steps.longest = known
+    run, _ = steps.share(PROMPTS, TWO, 0, False, False)
+    run()
+    assert steps.engine.requests[0][0] == ([5] if first == 30 else [6, 7])
+
+
 def test_a_step_is_watched_as_long_as_the_user_says():
     with steps_of(timeout_s=60.0).step("sync", "checksum"):
         (step,) = watchdog._watch._steps
@@ -89,6 +98,26 @@ def test_what_lives_on_the_host_is_not_offloaded_to_it():
         roots = {"actor": "actor", "critic": None, "reference": "reference", "reward_model": "reward_model"}
         steps.module = SimpleNamespace(settings=SimpleNamespace(offload_reference=on_host), **roots)
         assert steps._roots() == moved
+
+
+class Notes(TransformersEngine):
+    def load_weights(self, weights: Any, version: int) -> None:
+        weights = list(weights)
+        self.dtypes = {tensor.dtype for _, tensor in weights}
+        super().load_weights(weights, version)
+
+
+@pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
+def test_weights_travel_in_the_dtype_that_is_computed_with(tmp_path):
+    engine = Notes()
+    fit(
+        GRPOLightningModule(**TINY_MODULE, reward=[even_tokens]),
+        tmp_path,
+        1,
+        {"engine": engine},
+        precision="bf16-mixed",
+    )
+    assert engine.dtypes == {torch.bfloat16}
 
 
 class Spoils(TransformersEngine):
