@@ -119,6 +119,16 @@ def check_two_ranks(rank: int) -> None:
         del tensor
         assert len({id(ref()) for ref in refs} - {id(None)}) <= 1, "what the consumer dropped is still held"
 
+    mesh = init_device_mesh("cpu", (2,))
+    whole = {
+        "columns": (torch.randn(5, 3), Shard(1)),
+        "rows": (torch.randn(5, 3), Shard(0)),
+        "all": (torch.ones(2), Replicate()),
+    }
+    made = ((name, distribute_tensor(tensor, mesh, [placement])) for name, (tensor, placement) in whole.items())
+    for name, tensor in gather(made, None):
+        assert torch.equal(tensor, distribute_tensor(whole[name][0], mesh, [Replicate()]).to_local()), name
+
 
 def test_gathered_shards_equal_the_full_state_on_two_ranks() -> None:
     spawn(check_two_ranks, 2)

@@ -1,0 +1,137 @@
+"""vLLM as a guest: what is undone, and which versions are let in; without an engine."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from lightning_rlhf.rollout import vllm_process
+from lightning_rlhf.rollout.vllm import capture_sizes
+from lightning_rlhf.rollout.vllm_process import (
+    check_version,
+    fork_rng,
+    high_priority_streams,
+    is_moe,
+    paused_gc,
+    reset_encoder_cache,
+    unchanged_process_state,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("version", "taken"),
+    [("0.21.9", False), ("0.22.0", True), ("0.33.2.post1", True), ("0.34.0", False), ("1.0", False)],
+)
+def test_the_versions_that_are_let_in_are_those_that_are_installed(version, taken):
+    wanted = [
+        line for line in (Path(__file__).parents[2] / "pyproject.toml").read_text().splitlines() if "vllm>=" in line
+    ]
+    (asked,) = (Requirement(line.split('"')[1]).specifier for line in wanted)
+    assert asked.contains(version) == taken
+    assert asked == SpecifierSet(">=0.22,<0.34")
+    if taken:
+        check_version(version)
+    else:
+        with pytest.raises(
+            ImportError, match=rf"needs vllm>=0\.22,<0\.34, got {version}: install a version in that range"
+        ):
+            check_version(version)
+
+
+def test_what_a_start_does_to_its_process_is_undone_also_when_it_fails(monkeypatch):
+    monkeypatch.setenv("KEPT", "a")
+    monkeypatch.delenv("NEW", raising=False)
+    set_num_threads = torch.set_num_threads
+
+    def state() -> list[Any]:
+        draws = random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()
+        return [*draws, dict(os.environ), torch.get_num_threads(), torch.set_num_threads, gc.get_freeze_count()]
+
+    before = state()
+    with suppress(OSError), unchanged_process_state(CPU):
+        random.seed(1)
+        numpy.random.seed(1)
+        torch.manual_seed(1)
+        os.environ |= {"KEPT": "b", "NEW": "c"}
+        set_num_threads(torch.get_num_threads() + 1)
+        torch.set_num_threads = lambda number: None
+        gc.freeze()
+        raise OSError
+    assert state() == before
+
+
+def test_draws_of_the_engine_are_taken_back_but_not_beside_the_trainer():
+    def draw() -> None:
+        with fork_rng(CPU):
+            torch.rand(3)
+
+    before = torch.get_rng_state()
+    draw()
+    assert torch.equal(torch.get_rng_state(), before)
+    thread = Thread(target=draw)
+    thread.start()
+    thread.join()
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collections_are_paused_and_no_more(enabled):
+    was = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with suppress(OSError), paused_gc():
+            assert not gc.isenabled()
+            raise OSError
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was else gc.disable)()
+
+
+def test_streams_are_urgent_for_as_long_as_they_are_asked_for():
+    stream = torch.cuda.Stream
+    with suppress(OSError), high_priority_streams():
+        assert issubclass(torch.cuda.Stream, stream)
+        assert torch.cuda.Stream is not stream
+        raise OSError
+    assert torch.cuda.Stream is stream
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_a_mixture_of_experts_is_known_by_what_a_version_says_of_it(name):
+    assert is_moe(SimpleNamespace(hf_text_config=SimpleNamespace(**{name: 8})))
+    assert not is_moe(SimpleNamespace(hf_text_config=SimpleNamespace(**{name: 0})))
+    assert not is_moe(SimpleNamespace(is_moe=False, hf_text_config=SimpleNamespace(**{name: 8})))
+
+
+def test_pictures_of_old_weights_are_dropped_or_it_is_an_error(monkeypatch):
+    called = []
+    core = SimpleNamespace(reset_encoder_cache=lambda: called.append(True))
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))
+    reset_encoder_cache(llm)
+    assert called == [True]
+    del core.reset_encoder_cache
+    monkeypatch.setattr(vllm_process, "version_installed", lambda: "0.22.0")
+    with pytest.raises(RuntimeError, match=r"vLLM 0\.22\.0 cannot drop its cache of images after a weight sync"):
+        reset_encoder_cache(llm)
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [(1, [1]), (5, [1, 5]), (64, [1, 8, 64]), (200, [1, 8, 64, 128, 200]), (256, [1, 8, 64, 128, 256])],
+)
+def test_graphs_are_captured_for_the_full_batch_and_few_others(most, sizes):
+    assert capture_sizes(most) == sizes
