@@ -232,6 +232,15 @@ def test_an_adapter_starts_at_the_base_and_equal_on_any_number_of_ranks(studied)
         torch.distributed.destroy_process_group()
 
 
+def test_adapters_of_another_seed_start_elsewhere(tmp_path):
+    settings, strategy = ModelSettings(save("tied", tmp_path), lora=CASES["tied"]), strategy_of(1)
+    one, again, other = (full(build_policy(settings, strategy, seed=n).adapter.named_parameters()) for n in (3, 3, 4))
+    drawn = [name for name in one if ".lora_A." in name]
+    assert drawn
+    assert all(torch.equal(one[name], again[name]) for name in drawn)
+    assert not any(torch.equal(one[name], other[name]) for name in drawn)
+
+
 def test_without_the_adapter_the_actor_is_the_base_to_the_bit(studied):
     for result in studied[1]:
         for own in result.values():

@@ -100,6 +100,13 @@ def test_the_head_computes_response_positions_only(tmp_path):
     assert seen == [sum(len(ids) - n for ids, n in zip(sequences(), PROMPTS, strict=True))]
 
 
+def test_the_configuration_stays_as_it_was_read(tmp_path):
+    """Dropout is off in the model, and not in the config that an export writes."""
+    settings = ModelSettings(save("dropout", tmp_path))
+    build_policy(settings, strategy_of(1))
+    assert (settings.config.resid_pdrop, settings.config.attn_pdrop) == (0.5, 0.5)
+
+
 def test_a_reference_is_bfloat16_without_gradients(tmp_path):
     reference = build_policy(ModelSettings(save("tied", tmp_path)), strategy_of(1), frozen=True)
     assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
