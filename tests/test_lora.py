@@ -267,9 +267,9 @@ def test_an_adapter_that_was_written_starts_again_on_any_number_of_ranks(studied
     assert all(own["reloaded"] for rank in studied[1] for own in rank.values())
 
 
-def bf16_actor(folder: str, lora: LoRA) -> tuple[Policy, FSDPUlyssesStrategy]:
+def bf16_actor(folder: str, lora: LoRA, precision: str = "bf16-mixed") -> tuple[Policy, FSDPUlyssesStrategy]:
     strategy = strategy_of(1)
-    strategy.precision_plugin = FSDP2Precision("bf16-mixed")
+    strategy.precision_plugin = FSDP2Precision(precision)
     return build_policy(ModelSettings(folder, lora=lora), strategy), strategy
 
 
@@ -310,14 +310,15 @@ def test_recomputed_layers_have_the_same_gradients(tmp_path):
         torch.testing.assert_close(gradients[1][n], gradient)
 
 
-def test_bf16_weights_are_merged_in_float32_and_rounded_once(tmp_path):
-    actor, _ = bf16_actor(save("tied", tmp_path), CASES["tied"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_bf16_weights_are_merged_in_float32_and_rounded_once(precision, tmp_path):
+    actor, _ = bf16_actor(save("tied", tmp_path), CASES["tied"], precision)
     disturb(actor)
     parameters = full(actor.model.named_parameters())
     for name, tensor in gather(actor.hf_named_parameters(), torch.bfloat16):
         stem = name.removesuffix(".weight")
         if f"{stem}.base_layer.weight" in parameters:
-            a, b = (parameters[f"{stem}.lora_{m}.default.weight"] for m in "AB")
+            a, b = (parameters[f"{stem}.lora_{m}.default.weight"].float() for m in "AB")
             want = (parameters[f"{stem}.base_layer.weight"].float() + 2.0 * b @ a).to(torch.bfloat16)
             assert torch.equal(tensor, want)
 

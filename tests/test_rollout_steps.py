@@ -138,6 +138,13 @@ def test_an_engine_with_other_weights_than_were_sent_ends_the_run(tmp_path):
     assert module.trainer.global_step == 1
 
 
+def test_a_run_has_one_rollout_callback():
+    one, module = RolloutCallback(), SimpleNamespace(needs_greedy=False)
+    trainer: Any = SimpleNamespace(callbacks=[one, RolloutCallback()])
+    with pytest.raises(ValueError, match="there are two RolloutCallbacks: configure the one under rollout"):
+        one.setup(trainer, module, "fit")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("stage", ["validation", "test"])
 def test_every_validation_draws_the_same(stage):
     drawn = []

@@ -119,15 +119,12 @@ def check_two_ranks(rank: int) -> None:
         del tensor
         assert len({id(ref()) for ref in refs} - {id(None)}) <= 1, "what the consumer dropped is still held"
 
-    mesh = init_device_mesh("cpu", (2,))
-    whole = {
-        "columns": (torch.randn(5, 3), Shard(1)),
-        "rows": (torch.randn(5, 3), Shard(0)),
-        "all": (torch.ones(2), Replicate()),
-    }
-    made = ((name, distribute_tensor(tensor, mesh, [placement])) for name, (tensor, placement) in whole.items())
-    for name, tensor in gather(made, None):
-        assert torch.equal(tensor, distribute_tensor(whole[name][0], mesh, [Replicate()]).to_local()), name
+    mesh, deep = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    kinds = {"columns": (mesh, [Shard(1)]), "rows": (mesh, [Shard(0)]), "all": (mesh, [Replicate()])}
+    kinds["twice"] = (deep, [Shard(0), Shard(0)])
+    whole = dict.fromkeys(kinds, torch.arange(15.0).view(5, 3))
+    made = ((name, distribute_tensor(whole[name], *kind)) for name, kind in kinds.items())
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in gather(made, None))
 
 
 def test_gathered_shards_equal_the_full_state_on_two_ranks() -> None:
