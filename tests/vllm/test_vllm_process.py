@@ -6,6 +6,7 @@ import gc
 import os
 import random
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -18,7 +19,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from lightning_rlhf.rollout import vllm_process
-from lightning_rlhf.rollout.vllm import capture_sizes
+from lightning_rlhf.rollout.engine import EngineSetup
+from lightning_rlhf.rollout.vllm import VLLMEngine, capture_sizes
 from lightning_rlhf.rollout.vllm_process import (
     check_version,
     fork_rng,
@@ -28,6 +30,7 @@ from lightning_rlhf.rollout.vllm_process import (
     reset_encoder_cache,
     unchanged_process_state,
 )
+from lightning_rlhf.tiny import tiny_model
 
 CPU = torch.device("cpu")
 
@@ -135,3 +138,29 @@ def test_pictures_of_old_weights_are_dropped_or_it_is_an_error(monkeypatch):
 )
 def test_graphs_are_captured_for_the_full_batch_and_few_others(most, sizes):
     assert capture_sizes(most) == sizes
+
+
+def test_what_vllm_starts_with_is_the_user_s_before_the_plan_s_before_ours():
+    def arguments(device: str = "cuda", engine: VLLMEngine | None = None, **context: Any) -> dict[str, Any]:
+        setup = EngineSetup(str(tiny_model()), torch.device(device), torch.bfloat16, (1,), 0, 128, 2000, seed=2**32 + 7)
+        return (engine or VLLMEngine())._llm_arguments(replace(setup, **context))
+
+    ours = arguments()
+    assert (ours["dtype"], ours["seed"], ours["max_num_seqs"], ours["load_format"]) == ("bfloat16", 7, 1024, "dummy")
+    assert (ours["gpu_memory_utilization"], ours["kv_cache_memory_bytes"]) == (0.4, None)
+    assert (ours["enable_sleep_mode"], ours["enforce_eager"]) == (True, False)
+    assert not ours.keys() & {"hf_overrides", "enable_chunked_prefill"}
+    on_cpu = arguments("cpu")
+    assert (on_cpu["kv_cache_memory_bytes"], on_cpu["enable_sleep_mode"], on_cpu["enforce_eager"]) == (
+        1 << 30,
+        False,
+        True,
+    )
+    assert on_cpu["enable_chunked_prefill"] is False
+    assert arguments(config_overrides={"x": 1})["hf_overrides"] == {"x": 1}
+    assert arguments(kv_cache_memory_bytes=5)["kv_cache_memory_bytes"] == 5
+    assert arguments(engine=VLLMEngine(kv_cache_memory_bytes=6), kv_cache_memory_bytes=5)["kv_cache_memory_bytes"] == 6
+    wish = {"max_num_batched_tokens": 9, "load_format": "auto", "max_num_seqs": 3}
+    asked = arguments(engine=VLLMEngine(max_num_batched_tokens=8, engine_args=wish))
+    assert asked.items() >= wish.items()
+    assert asked["compilation_config"]["cudagraph_capture_sizes"] == [1, 3]
