@@ -13,6 +13,7 @@ class Net(nn.Module):
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
+        self.scale = nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False)
         self.frozen = nn.Linear(2, 2, dtype=dtype).requires_grad_(False)
         self.trained = nn.Linear(2, 3, bias=False, dtype=dtype)
         self.tied = self.trained.weight
@@ -34,7 +35,7 @@ def test_an_average_is_float32_of_what_is_trained_and_takes_its_place():
     torch.testing.assert_close(kept.detach(), 0.75 * begin + 0.25 * root.tied.float())
     taken = averages(average, root)
     assert taken(root.trained.weight) is kept
-    assert all(taken(parameter) is parameter for parameter in root.frozen.parameters())
+    assert all(taken(parameter) is parameter for parameter in (root.scale, *root.frozen.parameters()))
 
 
 def test_weights_are_copied_in_the_dtype_of_the_copy():
