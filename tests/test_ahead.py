@@ -127,14 +127,13 @@ def test_generation_runs_beside_the_update(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:It is recommended to use `self.log", "ignore:more than half of the responses")
-def test_a_validation_waits_for_the_generation_beside_the_update():
-    class Alone(TransformersEngine):
-        lock, calls = threading.Lock(), 0
+def test_a_validation_waits_for_the_generation_beside_the_update_and_the_last_epoch_has_no_next_one():
+    class Alone(Watched):
+        lock = threading.Lock()
 
         def generate(self, prompts, sampling, **arguments):
             assert self.lock.acquire(blocking=False), "two at once"
             try:
-                self.calls += 1
                 time.sleep(0.2)
                 return super().generate(prompts, sampling, **arguments)
             finally:
@@ -142,10 +141,10 @@ def test_a_validation_waits_for_the_generation_beside_the_update():
 
     engine = Alone()
     rollout = RolloutCallback(engine, Sampling(num_generations=2, max_completion_length=4), async_level=1)
-    options = {"max_steps": 2, "val_check_interval": 1, "enable_checkpointing": False, "num_sanity_val_steps": 0}
-    data = toys.PromptDataModule(path="toys.prompts", batch_size=8, val_size=4)
+    options = {"max_epochs": 1, "val_check_interval": 1, "enable_checkpointing": False, "num_sanity_val_steps": 0}
+    data = toys.PromptDataModule(path="toys.prompts", batch_size=8, val_size=16)
     toys.quiet_trainer(rollout, **options).fit(module(), datamodule=data)
-    assert engine.calls == 4
+    assert engine.threads.count("generate ahead") == 1
 
 
 def test_a_resumed_run_trains_on_the_responses_that_the_checkpoint_holds(tmp_path):

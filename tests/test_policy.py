@@ -61,6 +61,7 @@ def strategy_of(ranks: int, accelerator: str = "cpu", precision: str = "32-true"
 
 def gradients_of(rank: int, folder: str, ranks: int, sizes: dict[str, int]) -> Results:
     strategy = strategy_of(ranks, **sizes)
+    assert (strategy.dp_rank, strategy.sp_rank) == divmod(rank, strategy.sequence_parallel_size), "neighbours share"
     actor, critic = build_policy(ModelSettings(folder), strategy), build_critic(ModelSettings(folder), strategy)
     mine = list(range(strategy.dp_rank, 4, strategy.dp_size))
     packed = pack(

@@ -13,6 +13,7 @@ from toys import TINY_MODULE, even_tokens, fit
 from lightning_rlhf import GRPOLightningModule, RolloutCallback, Sampling
 from lightning_rlhf.callbacks import watchdog
 from lightning_rlhf.callbacks.rollout_steps import RolloutSteps
+from lightning_rlhf.modules.correction import Correction
 from lightning_rlhf.phases import Phases
 from lightning_rlhf.rollout import TransformersEngine
 from lightning_rlhf.rollout.sharing import Pool
@@ -136,6 +137,23 @@ def test_an_engine_with_other_weights_than_were_sent_ends_the_run(tmp_path):
     with pytest.raises(RuntimeError, match="the engine does not hold the weights that were sent to it"):
         fit(module, tmp_path, 3, {"engine": Spoils(), "verify_sync_every": 1})
     assert module.trainer.global_step == 1
+
+
+@pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
+def test_a_correction_has_the_sampler_s_log_probs_in_every_iteration(tmp_path):
+    module = GRPOLightningModule(**TINY_MODULE, reward=[even_tokens], correction=Correction())
+    rows = fit(module, tmp_path, 3, {"log_probs_every": 0})
+    assert all(row["rollout/is_ess"] > 0.5 for row in rows)
+
+
+def test_the_engine_sleeps_after_a_validation():
+    slept: list[str] = []
+    callback = RolloutCallback()
+    callback._steps = SimpleNamespace(wake=lambda average: slept.append("wake"), sleep=lambda: slept.append("sleep"))  # type: ignore[assignment]
+    for stage in ("validation", "test"):
+        getattr(callback, f"on_{stage}_start")(None, None)
+        getattr(callback, f"on_{stage}_end")(None, None)
+    assert slept == ["wake", "sleep"] * 2
 
 
 def test_a_run_has_one_rollout_callback():
