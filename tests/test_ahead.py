@@ -134,16 +134,22 @@ def test_a_validation_waits_for_the_generation_beside_the_update_and_the_last_ep
         def generate(self, prompts, sampling, **arguments):
             assert self.lock.acquire(blocking=False), "two at once"
             try:
-                time.sleep(0.2)
+                if threading.current_thread() is not threading.main_thread():
+                    assert begun.wait(60)
+                    time.sleep(0.3)
                 return super().generate(prompts, sampling, **arguments)
             finally:
                 self.lock.release()
 
-    engine = Alone()
+    class Begins(pl.Callback):
+        def on_validation_start(self, *_):
+            begun.set()
+
+    engine, begun = Alone(), threading.Event()
     rollout = RolloutCallback(engine, Sampling(num_generations=2, max_completion_length=4), async_level=1)
     options = {"max_epochs": 1, "val_check_interval": 1, "enable_checkpointing": False, "num_sanity_val_steps": 0}
     data = toys.PromptDataModule(path="toys.prompts", batch_size=8, val_size=16)
-    toys.quiet_trainer(rollout, **options).fit(module(), datamodule=data)
+    toys.quiet_trainer(Begins(), rollout, **options).fit(module(), datamodule=data)
     assert engine.threads.count("generate ahead") == 1
 
 
