@@ -134,16 +134,17 @@ def test_rewards_beyond_the_clip_are_equal():
 
 
 def test_rewards_of_tokens_go_with_their_responses():
-    rounds = one_rank(max_num_gen_batches=2)
-    for longest, row in ((3, 5), (2, 3)):
+    rounds = one_rank(max_num_gen_batches=3)
+    given = {5: [[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]], 3: None, 4: [[7.0, 8.0], [9.0, 0.0]]}
+    for longest, row in ((3, 5), (2, 3), (2, 4)):
         completions = [Completion([1] * longest, "stop"), Completion([1], "stop")]
-        tokens = None if longest == 2 else torch.tensor([[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]])
+        tokens = None if given[row] is None else torch.tensor(given[row])
         rollout = Rollout.build(prompt(row), completions, Sampling(num_generations=2))
         rounds.add(rollout, Scores(torch.tensor([6.0, 4.0]), tokens=tokens))
-    rounds._groups[0] *= 2  # a batch of two prompts
+    rounds._groups[0] *= 3  # a batch of three prompts
     rollout, scores = rounds.result()
-    assert rollout.prompts.index.tolist() == [5, 3]
-    assert scores.tokens.tolist() == [[1, 2, 3], [4, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert rollout.prompts.index.tolist() == [5, 3, 4]
+    assert scores.tokens.tolist() == [[1, 2, 3], [4, 0, 0], [0, 0, 0], [0, 0, 0], [7, 8, 0], [9, 0, 0]]
 
 
 def test_what_functions_log_of_each_response_goes_with_it():
@@ -280,6 +281,24 @@ def test_a_callback_that_has_been_through_a_run_begins_the_next_one_anew():
     assert second.scored == first.scored
     assert second.trainer.callback_metrics["reward/mean"] == first.trainer.callback_metrics["reward/mean"]
     assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+@pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
+def test_what_counts_as_equal_is_what_the_module_trains_on(monkeypatch):
+    asked: list[Any] = []
+
+    class Asked(Rounds):
+        def __init__(self, *arguments: Any) -> None:
+            asked.append(arguments[2:])
+            super().__init__(*arguments)
+
+    def clipped() -> GRPOLightningModule:
+        return GRPOLightningModule(**TINY_MODULE, reward=[first_is_even], mask_truncated=True, reward_clip=(-1.0, 2.0))
+
+    monkeypatch.setattr("lightning_rlhf.callbacks.rollout.Rounds", Asked)
+    monkeypatch.setitem(globals(), "Watched", clipped)
+    fit(1)
+    assert asked == [(True, (-1.0, 2.0))]
 
 
 def _rank(rank: int, sp: int) -> Any:

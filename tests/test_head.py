@@ -116,6 +116,13 @@ def head_and_inputs(rows=13, hidden=16, vocab=257):
     return LogProbHead(hidden, vocab, bias=False), torch.randn(rows, hidden, requires_grad=True), torch.arange(rows)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_without_labels_it_is_the_linear_layer_that_it_replaces(bias):
+    torch.manual_seed(0)
+    head, hidden = LogProbHead(16, 257, bias=bias), torch.randn(2, 5, 16)
+    torch.testing.assert_close(head(hidden), nn.Linear.forward(head, hidden))
+
+
 def test_without_entropy_log_probs_and_gradients_stay_the_same():
     head, hidden, labels = head_and_inputs()
     results = []
