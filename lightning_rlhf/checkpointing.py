@@ -171,8 +171,8 @@ class DistributedCheckpoints(ModelParallelStrategy):
         """
         assert self.model is not None
         trusted = _forced() if weights_only is None else not weights_only
-        opened, self._opened = self._opened, None
-        path, metadata, index = opened or self._open(checkpoint_path, trusted)
+        early, self._opened = self._opened if checkpoint_path == self.resumes_from else None, None
+        path, metadata, index = early or self._open(checkpoint_path, trusted)
         state: dict[str, Any] = {"state_dict": self._wanted(index.state_dict_metadata)}
         for i, optimizer in enumerate(self.optimizers):
             state[f"optimizer_{i}"] = get_optimizer_state_dict(self.model, optimizer)

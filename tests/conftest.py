@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed as dist
+from clean import restored
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -16,21 +14,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-
-
-@contextmanager
-def restored() -> Iterator[None]:
-    environment, threads = dict(os.environ), torch.get_num_threads()
-    # Without it Lightning's launcher sets torch's threads in the first run of a test, and only there: that run would differ
-    # from the next ones in the last bit (one head's attention scores lie elsewhere in the second thread's buffer).
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    yield
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
-    torch.set_num_threads(threads)
-    for name in os.environ.keys() - environment.keys():
-        del os.environ[name]
-    os.environ.update(environment)
 
 
 @pytest.fixture(autouse=True, scope="module")

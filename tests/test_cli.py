@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from clean import restored
 
 from lightning_rlhf import GRPOLightningModule, restricted
 from lightning_rlhf.cli import RLHFCLI, main
@@ -179,7 +180,8 @@ def checkpoints(tmp_path_factory):
     for name, weights_only in (("run", False), ("weights", True)):
         saver = {"class_path": "lightning_rlhf.IterationCheckpoint"}
         saver["init_args"] = {"dirpath": str(folder), "filename": name, "save_weights_only": weights_only}
-        main([*GRPO, *QUIET, "--trainer.max_steps=1", f"--trainer.callbacks=[{json.dumps(saver)}]"])
+        with restored():
+            main([*GRPO, *QUIET, "--trainer.max_steps=1", f"--trainer.callbacks=[{json.dumps(saver)}]"])
     for name, file in (("begun", "meta.pt"), ("cut", ".metadata")):
         shutil.copytree(folder / "run.ckpt", folder / f"{name}.ckpt")
         (folder / f"{name}.ckpt" / file).unlink()
