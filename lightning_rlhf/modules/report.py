@@ -103,8 +103,8 @@ class Alarms:
         self._cut_in_a_row = self._cut_in_a_row + 1 if cut else 0
         if self._cut_in_a_row == 5:
             rank_zero_warn(
-                f"more than half of the responses were cut at {sampling.max_completion_length} tokens in 5 iterations in"
-                " a row: raise rollout.sampling.max_completion_length, or set sampling.stop"
+                "more than half of the responses were cut in 5 iterations in a row: raise"
+                " rollout.sampling.max_completion_length, or set sampling.stop"
             )
         if reduced.get("rollout/logprob_diff_mean", 0.0) > 0.3:
             rank_zero_warn(
