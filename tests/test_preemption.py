@@ -115,6 +115,16 @@ def test_the_iteration_is_saved_once_whatever_is_kept(tmp_path, save, monkeypatc
     assert len(saved) == len(set(saved))
 
 
+@pytest.mark.parametrize(("iteration", "saved"), [(1, "nothing"), (3, "{}/checkpoints/iteration-000002.ckpt")])
+def test_ctrl_c_says_what_is_saved(iteration, saved, tmp_path, capfd):
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit):
+        a_run(tmp_path, Told(iteration, signal.SIGINT), save={"every_n_train_steps": 2})
+    signal.signal(signal.SIGINT, before)  # Lightning ignores it from the first on
+    expected = f"interrupted after iteration {iteration - 1}, what is saved: {saved.format(tmp_path)}\n"
+    assert expected in capfd.readouterr().err
+
+
 def test_a_run_that_ends_anyway_ends_as_ever(tmp_path):
     assert len(a_run(tmp_path, Told(ITERATIONS))) == ITERATIONS
     assert Path(latest_complete(str(tmp_path / "checkpoints"))).name == f"iteration-{ITERATIONS:06d}.ckpt"

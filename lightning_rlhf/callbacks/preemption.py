@@ -81,12 +81,14 @@ class Preemption(Checkpoint):
         checkpoint[_JOB] = job()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+        where = ", ".join(str(c._last_checkpoint_saved) for c in _savers(trainer) if c._last_checkpoint_saved)
+        if isinstance(exception, KeyboardInterrupt) and trainer.training and trainer.is_global_zero:
+            _say(f"interrupted after iteration {trainer.global_step}, what is saved: {where or 'nothing'}")
         if not isinstance(exception, SIGTERMException):
             return
         # Lightning's first process would be ended for a failure of one that it started
         exception.code = 0 if started_by_rank_zero(trainer) else PREEMPTED
         if trainer.is_global_zero:
-            where = ", ".join(str(c._last_checkpoint_saved) for c in _savers(trainer))
             _say(f"iteration {trainer.global_step} is saved in {where}, stopping")
             environment = getattr(trainer.strategy, "cluster_environment", None)
             wanted = getattr(environment, "auto_requeue", True)  # of Lightning's SLURMEnvironment
