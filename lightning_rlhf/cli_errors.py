@@ -1,0 +1,119 @@
+"""What is wrong with a command line, in one line: the parser's nested reports, made short."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import re
+import sys
+from typing import NoReturn
+
+import lightning.pytorch as pl
+
+from lightning_rlhf.callbacks.filtering import FilterGroups
+from lightning_rlhf.callbacks.rollout import RolloutCallback
+from lightning_rlhf.data import PromptDataModule
+from lightning_rlhf.modules.dpo import DPOLightningModule
+from lightning_rlhf.modules.frozen_reward import FrozenRewardModel
+from lightning_rlhf.modules.kl import KL
+from lightning_rlhf.modules.ppo import PPOLightningModule
+from lightning_rlhf.modules.reward_model import RewardModelLightningModule
+from lightning_rlhf.modules.settings import LoRA, ModelSettings
+from lightning_rlhf.supervised import SFTDataModule, SupervisedDataModule
+from lightning_rlhf.types import Sampling
+
+_GROUPS = ("model", "data", "rollout", "trainer", "seed_everything", "imports", "config", "ckpt_path")
+
+_CLASSES = (
+    ModelSettings,
+    *PPOLightningModule.__mro__[:-1],
+    DPOLightningModule,
+    RewardModelLightningModule,
+    PromptDataModule,
+    SFTDataModule,
+    SupervisedDataModule,
+    RolloutCallback,
+    FilterGroups,
+    Sampling,
+    KL,
+    LoRA,
+    FrozenRewardModel,
+    pl.Trainer,
+)
+"""Whose parameters are options."""
+
+
+def readable(message: str) -> str:
+    """One line out of the parser's nested report: the key, and the reasons that matter."""
+    keys: list[str] = []
+    reasons: list[str] = []
+    types: list[str] = []
+    given = ""
+    for raw in message.splitlines():
+        line = raw.strip().removeprefix("- ")
+        while found := re.match(r"""Parser key "([^"]+)":\s*|Problem with given class_path '[^']*':\s*""", line):
+            keys += [found[1]] if found[1] and found[1] not in keys else []
+            line = line[found.end() :]
+        types += re.findall(r"Expected a <class '(?!NoneType)(\w+)'>", line)
+        types += ["class path"] if re.match(r"Not a valid subclass|Expected a dot import path", line) else []
+        if found := re.match(r"Expected a <class '\w+'>\. Got value: (.*)", line):
+            given = given or found[1]
+        if line.startswith("Given value:") and not given and len(line) < 120 and "Namespace(" not in line:
+            given = re.sub(r"NestedArg\(key=.*, val='?(.*?)'?\)$", r"\1", line.removeprefix("Given value:").strip())
+        elif line and not re.match(
+            r"Does not validate|Subtypes:|Errors:|Given value|Expected a (<class|path but|dot)|Not a valid subclass"
+            r"|Subclass types|a class path|a dict with",
+            line,
+        ):
+            reasons.append(line)
+    articles = {"list": f"a list such as [{given}]", "int": "an int"}
+    kinds = [articles.get(kind, f"a {kind}") for kind in dict.fromkeys(types)]
+    expected = f"must be {' or '.join(kinds)}" if kinds else "is not accepted"
+    text = " or ".join(dict.fromkeys(reasons)) or f"{expected}, got {given or ' '.join(message.split())}"
+    text = re.sub(r"Expected a typing\.Literal(\[[^]]*\])\. Got value: (.*)", r"must be one of \1, got \2", text)
+    if text.startswith("Expected a typing.Literal["):
+        text = f"must be one of {' or '.join([text, *kinds])}" + (f", got {given}" if given else "")
+    text = text.replace("Expected a typing.Literal", "")
+    # of an optional one the value is not in the reason
+    value = re.compile(r"Not of type \w+: (\S*) ?does not conform to restriction v")
+    text = value.sub(lambda found: f"got {found[1] or given}, must be ", text)
+    text = text.replace(">-inf and v<inf", "finite").replace("v<inf", "finite").replace(" and v<", " and <")
+    return ": ".join([".".join(keys), text] if keys else [text]) + _suggestion(text)
+
+
+def _suggestion(text: str) -> str:
+    """A known option that looks like the unknown one."""
+    unknown = re.search(
+        r"(?:Option|Group '.*' does not accept option) '([^']+)'|unrecognized arguments: --(\S+)|not accept option '([^']+)'",
+        text,
+    )
+    if unknown is None:
+        return ""
+    whole = (unknown[1] or unknown[2] or unknown[3]).split("=")[0]
+    if not unknown[1] and whole.partition(".")[0] not in _GROUPS:
+        close = difflib.get_close_matches(whole.partition(".")[0], _GROUPS, 1, 0.6)
+        return f", did you mean {close[0]!r}?" if close else ""
+    known = {name for c in _CLASSES for name in inspect.signature(c).parameters}
+    close = difflib.get_close_matches(whole.rpartition(".")[2], known, 1, 0.6)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def fail(message: str, code: int = 1, *, own: bool = False) -> NoReturn:
+    """Print one line and exit; the first process speaks for all, unless the error is this process's ``own``."""
+    rank = _rank()
+    if rank == 0 or own:
+        where = f" (rank {rank})" if rank else ""
+        # one write: several processes may speak at once
+        sys.stderr.write(f"lightning-rlhf: error{where}: {' '.join(readable(message).split())}\n")
+        sys.stderr.flush()
+    sys.exit(code)
+
+
+def _rank() -> int:
+    """Of this process as far as its launcher says: torchrun, srun, or Lightning itself on each node."""
+    environment = os.environ
+    for name in ("RANK", "SLURM_PROCID"):
+        if name in environment:
+            return int(environment[name])
+    return int(environment.get("NODE_RANK", 0)) or int(environment.get("LOCAL_RANK", 0))
