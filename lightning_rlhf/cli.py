@@ -157,6 +157,7 @@ class RLHFCLI(LightningCLI):
             {
                 "model": {"class_path": "lightning_rlhf.PPOLightningModule"},
                 "data": {"class_path": "lightning_rlhf.PromptDataModule"},
+                "rollout.engine": {"class_path": "lightning_rlhf.rollout.TransformersEngine"},
                 "trainer.strategy": {"class_path": "lightning_rlhf.FSDPUlyssesStrategy"},
                 "trainer.log_every_n_steps": 1,
                 "trainer.num_sanity_val_steps": 0,

@@ -286,6 +286,7 @@ def test_defaults_are_ppo_with_observers_logging_every_iteration():
     assert config.model.class_path == "lightning_rlhf.PPOLightningModule"
     assert config.data.class_path == "lightning_rlhf.PromptDataModule"
     assert config.trainer.strategy.class_path == "lightning_rlhf.FSDPUlyssesStrategy"
+    assert config.rollout.engine.class_path == "lightning_rlhf.rollout.TransformersEngine"
     assert config.trainer.log_every_n_steps == 1
     assert config.trainer.num_sanity_val_steps == 0
     assert [c.class_path.rpartition(".")[2] for c in config.trainer.callbacks] == [
@@ -294,6 +295,14 @@ def test_defaults_are_ppo_with_observers_logging_every_iteration():
         "Samples",
         "IterationCheckpoint",
     ]
+
+
+def test_options_of_the_default_engine_need_no_class_and_do_not_stay_with_another():
+    common = ["fit", "--model.model=random:tiny", "--data.path=x.jsonl", "--rollout.engine.batch_size=8"]
+    assert parsed(*common).rollout.engine.init_args.batch_size == 8
+    other = parsed(*common[:3], "--rollout.engine=VLLMEngine", "--rollout.engine.gpu_memory_utilization=0.3")
+    assert other.rollout.engine.init_args.gpu_memory_utilization == 0.3
+    assert "batch_size" not in other.rollout.engine.init_args
 
 
 def test_an_optimizer_of_torch_is_found_by_its_short_name():
