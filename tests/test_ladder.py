@@ -12,7 +12,7 @@ from test_cli import QUIET, parsed
 from test_plan import planned, run_of
 from toys import TINY_MODULE, even_tokens, fit, spawn
 
-from lightning_rlhf import KL, FSDPUlyssesStrategy, GRPOLightningModule, PPOLightningModule, RolloutCallback
+from lightning_rlhf import KL, FSDPUlyssesStrategy, GRPOLightningModule, LoRA, PPOLightningModule, RolloutCallback
 from lightning_rlhf.callbacks import planning, summary
 from lightning_rlhf.cli import main
 from lightning_rlhf.plan import Plan, make_plan
@@ -36,9 +36,12 @@ def config() -> Any:
     return known_config("Qwen/Qwen2.5-1.5B")
 
 
-def plan_of(config: Any, memory: float, engine: Any = None, run: dict[str, Any] | None = None, **ladder: Any) -> Plan:
+def plan_of(
+    config: Any, memory: float, engine: Any = None, run: dict[str, Any] | None = None, module: Any = None, **ladder: Any
+) -> Plan:
     """1.5 B parameters on one GPU of ``memory`` GiB: 128 responses, up to 500 tokens."""
-    module, callback = GRPOLightningModule("random:tiny"), RolloutCallback(engine=engine or VLLMEngine(), **ladder)
+    module = module or GRPOLightningModule("random:tiny")
+    callback = RolloutCallback(engine=engine or VLLMEngine(), **ladder)
     numbers = run_of(config=config, engine=callback.engine, **RUN | (run or {}))
     return make_plan(module, callback, numbers, {"actor": config}, int(memory * GIB))
 
@@ -171,6 +174,12 @@ def test_where_nothing_fits_the_run_ends_with_what_to_change(config):
     assert fixed.message.startswith(
         "update is estimated at 28 GiB of the GPU's 20, most of it optimizer: use more GPUs"
     )
+
+
+def test_adapters_are_not_recommended_to_a_run_that_trains_nothing_else(config):
+    adapters = GRPOLightningModule("random:tiny", lora=LoRA(r=4, target_modules=["q_proj"]))
+    update = plan_of(config, 4, sleep_level=2, module=adapters).problems[-1]
+    assert update.message.endswith("most of it parameters: use more GPUs or a smaller model")
 
 
 def test_a_rollout_that_does_not_fit_names_the_switch_that_is_off(config):

@@ -43,6 +43,7 @@ class Plan:
         matmul_parameters: of the policy, those multiplied with each token; None if that is not known.
         choice: what gives way to the engine, and what one GPU holds at the peak of each phase.
         fixed: the user said what gives way.
+        adapters: only they are trained.
         host: parked in the memory of one node.
         kv_token: bytes of the engine's cache per token, on one GPU.
         engine_name: class.
@@ -57,6 +58,7 @@ class Plan:
     matmul_parameters: int | None
     choice: Choice
     fixed: bool
+    adapters: bool
     host: dict[str, int]
     kv_token: int
     engine_name: str
@@ -161,6 +163,7 @@ def make_plan(
         matmul_parameters=_matmul_parameters(run.config),
         choice=choice,
         fixed=rollout.ladder.sleep_level != "auto",
+        adapters=settings.lora is not None,
         host=host(run, roles, replace(options, rung=choice.rung), engine),
         kv_token=kv_token,
         engine_name=type(run.engine).__name__,
@@ -222,11 +225,12 @@ def _remedy(plan: Plan, phase: Phase, parts: dict[str, int]) -> str:
     largest, run = max(parts, key=lambda name: parts[name]), plan.run
     if largest == "engine":
         return f"engine: {' or '.join(_smaller_engine(plan, phase))}"
+    change = _REMEDIES[largest].replace("model.lora", "a smaller model" if plan.adapters else "model.lora")
     switch = "offload_optimizer" if largest == "optimizer" else "offload_parameters"
     moved = getattr(plan.choice.rung, switch) or run.async_level
     if phase.name == "rollout" and largest in ("optimizer", "parameters", "reference") and not moved:
-        return f"{largest}: {_REMEDIES[largest]}, or set rollout.{switch}"
-    return f"{largest}: {_REMEDIES[largest]}"
+        return f"{largest}: {change}, or set rollout.{switch}"
+    return f"{largest}: {change}"
 
 
 def _smaller_engine(plan: Plan, phase: Phase) -> Iterator[str]:
