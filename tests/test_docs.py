@@ -102,7 +102,8 @@ def test_every_key_in_a_page_exists(page: Path) -> None:
 def test_yaml_in_a_page_uses_keys_that_exist(page: Path) -> None:
     def leaves(node: Any, path: str = "") -> list[str]:
         if isinstance(node, dict) and (not path or path in OWNERS):
-            return [leaf for k, v in node.items() for leaf in leaves(v, f"{path}.{k}".strip("."))]
+            given = {k: v for k, v in node.items() if k != "init_args"} | node.get("init_args", {})
+            return [leaf for k, v in given.items() for leaf in leaves(v, f"{path}.{k}".strip("."))]
         return [path]
 
     for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL):
