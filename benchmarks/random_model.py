@@ -5,7 +5,7 @@ python benchmarks/random_model.py 1.5b /tmp/qwen2-1.5b
 
 from __future__ import annotations
 
-import sys
+import argparse
 from typing import Any
 
 import torch
@@ -59,4 +59,8 @@ def write(shape: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    write(sys.argv[1], sys.argv[2])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("folder", help="to write")
+    arguments = parser.parse_args()
+    write(arguments.shape, arguments.folder)

@@ -139,7 +139,9 @@ class RolloutCallback(pl.Callback):
         self._ahead, self._all_gather = Ahead(), module.strategy.all_gather_objects_dp
 
     def check(self, module: RLHFLightningModule) -> None:
-        """Raise ValueError if the options do not go with the module's."""
+        """Raise ValueError if the options do not go with the module's, or the engine cannot draw so."""
+        for sampling in (self.sampling, self.val_sampling):
+            self.engine.check_sampling(sampling)
         if self.filter_groups is not None:
             self.filter_groups.check(module.score_names)
         if self.val_average and module.ema_decay is None:

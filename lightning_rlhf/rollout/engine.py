@@ -129,6 +129,9 @@ class RolloutEngine(ABC):
         self.context = replace(context, max_model_len=self.context.max_model_len)
         return True
 
+    def check_sampling(self, sampling: Sampling) -> None:  # noqa: B027 (an engine may draw in every way)
+        """Raise ValueError if it cannot draw so. Called before anything is loaded, too."""
+
     @abstractmethod
     def wake(self, tags: Sequence[str]) -> None:
         """Take back the memory of ``tags``, a subset of ("weights", "kv_cache"). Waking what is awake does nothing."""

@@ -72,6 +72,13 @@ class TransformersEngine(RolloutEngine):
         batch = min(sequences, self.batch_size)
         return replace(super().plan_memory(weights, kv_token, context + ROOM, batch, device), reserved=False)
 
+    def check_sampling(self, sampling: Sampling) -> None:
+        if sampling.extra:
+            raise ValueError(
+                f"rollout.sampling.extra must be empty with the TransformersEngine, got {', '.join(sorted(sampling.extra))}:"
+                " leave it out, or take VLLMEngine"
+            )
+
     # ── memory and weights ───────────────────────────────────────────────────────────────────────────────────────────
 
     def wake(self, tags: Sequence[str]) -> None:
@@ -155,8 +162,7 @@ class TransformersEngine(RolloutEngine):
     def _check_usable(self, sampling: Sampling) -> None:
         if self.model is None or self._asleep or self.weight_version < 0:
             raise RuntimeError("the engine holds no usable weights: wake it and load_weights before generate")
-        if sampling.extra:
-            raise ValueError(f"sampling.extra must be empty with the TransformersEngine, got {sorted(sampling.extra)}")
+        self.check_sampling(sampling)
 
     def _row(self, prompt: Sequence[int], seed: int | None, images: PromptImages | None, sampling: Sampling) -> Row:
         room = self.context.max_model_len - len(prompt)
