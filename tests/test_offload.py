@@ -9,7 +9,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from test_cli import parsed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from toys import TINY_MODULE, even_tokens, fit, quiet_trainer, spawn
 
 from lightning_rlhf import (
@@ -22,6 +26,7 @@ from lightning_rlhf import (
     Sampling,
 )
 from lightning_rlhf.callbacks.offload import HostMemory
+from lightning_rlhf.host_memory import local_of
 from lightning_rlhf.rollout import TransformersEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
@@ -173,6 +178,59 @@ def test_what_is_away_moves_once_without_its_gradient_and_comes_back_as_it_was()
     assert not host.in_use
     moments = [s for state in optimizer.state.values() for s in (state["exp_avg"], state["exp_avg_sq"])]
     assert all(map(torch.equal, before, (*root.parameters(), *moments)))
+
+
+@pytest.fixture
+def second_of_two():
+    """A process group in which this process is the second of two ranks and talks to nobody: enough to shard."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+class Late(HostMemory):
+    """Its copies are complete when they have been waited for, and no sooner, as those from a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def _to_host(self, key, tensor):
+        host = super()._to_host(key, tensor)
+        self.copies.append((local_of(host), local_of(host).clone()))
+        local_of(host).fill_(torch.nan)
+        return host
+
+    def _wait(self) -> None:
+        for host, values in self.copies:
+            host.copy_(values)
+        super()._wait()
+
+
+def test_a_shard_shorter_than_others_is_read_once_its_copy_is_complete(second_of_two):
+    root = fully_shard(torch.nn.Linear(3, 5), mesh=init_device_mesh("cpu", (2,)))
+    before = [p.to_local().clone() for p in root.parameters()]
+    assert {len(shard) for shard in before} == {2}  # FSDP2 pads them to 3, on the host
+    host = Late()
+    host.offload_parameters(root)
+    assert all(torch.equal(b, p.to_local()) for b, p in zip(before, root.parameters(), strict=True))
+    host.reload([root], [], torch.device("cpu"))
+    assert all(torch.equal(b, p.to_local()) for b, p in zip(before, root.parameters(), strict=True))
+
+
+@pytest.mark.gpu
+def test_a_shard_shorter_than_others_comes_back_as_it_was(second_of_two):
+    root = torch.nn.Sequential(*(torch.nn.Linear(8192, 8193, bias=False, device="cuda") for _ in range(4)))
+    fully_shard(root, mesh=init_device_mesh("cuda", (2,)))
+    host = HostMemory()
+    for _ in range(2):  # the second time the buffers hold what was there the first time
+        for parameter in root.parameters():
+            parameter.to_local().normal_()
+        before = [p.to_local().clone() for p in root.parameters()]
+        host.offload_parameters(root)
+        assert {p.to_local().device.type for p in root.parameters()} == {"cpu"}
+        host.reload([root], [], torch.device("cuda"))
+        assert all(torch.equal(b, p.to_local()) for b, p in zip(before, root.parameters(), strict=True))
 
 
 def test_state_that_is_no_plain_tensor_is_refused():

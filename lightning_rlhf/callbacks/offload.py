@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_rlhf.host_memory import HostBlocks, local_of
 
@@ -40,26 +41,23 @@ class HostMemory:
             if key not in self._away:
                 state[name] = self._to_host(key, state[name])
                 moved += local_of(state[name]).nbytes
+        self._wait()
         _free_device_memory()
         return moved
 
     def offload_parameters(self, root: nn.Module) -> int:
         """Parameters of an FSDP2 root to the host, gradients dropped. Returns the bytes of this rank that moved."""
-        moved = 0
-
-        def to_host(tensor: Tensor) -> Tensor:
-            nonlocal moved
-            key = (id(tensor), "parameter")
-            if not isinstance(tensor, nn.Parameter) or key in self._away:  # a buffer; a tied one's second name
-                return tensor
-            host = self._to_host(key, tensor.detach())
-            moved += local_of(host).nbytes
-            return host
-
-        self._expect((parameter, (id(parameter), "parameter")) for parameter in root.parameters())
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        parameters = [p for p in root.parameters() if (id(p), "parameter") not in self._away]
+        self._expect((parameter, (id(parameter), "parameter")) for parameter in parameters)
         for parameter in root.parameters():
             parameter.grad = None
-        root._apply(to_host)
+        hosts = {id(p): self._to_host((id(p), "parameter"), p.detach()) for p in parameters}
+        moved = sum(local_of(host).nbytes for host in hosts.values())
+        self._wait()  # FSDP2 copies a shard that is shorter than others once more, on the host
+        root._apply(lambda tensor: hosts.pop(id(tensor), tensor))  # a buffer, a tied one's second name: as it is
         _free_device_memory()
         return moved
 
@@ -99,6 +97,11 @@ class HostMemory:
         self._away.add(key)
         return host
 
+    def _wait(self) -> None:
+        """For the copies: what is on the host may be read."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
     def _to_device(self, key: _Key, host: Tensor, device: torch.device) -> Tensor:
         tensor = torch.empty_like(host, device=device)
         local_of(tensor).copy_(local_of(host), non_blocking=True)
@@ -116,7 +119,6 @@ def _states(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[dict[
 
 
 def _free_device_memory() -> None:
-    """Wait for the copies, then give torch's cache back to the device: the engine allocates on its own."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    """Give torch's cache back to the device: the engine allocates on its own."""
+    if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
