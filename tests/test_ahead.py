@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,47 @@ def test_a_thread_leaves_its_time_and_what_it_made_or_raised(error):
         with pytest.raises(type(error)):
             ahead.settle(lambda result: result())
     assert not ahead.running
+
+
+def twice(device: torch.device, generate: Any) -> None:
+    for iteration in range(2):
+        ahead = Ahead()
+        ahead.start(iteration, [8], generate, device)
+        ahead.settle(lambda result: result())
+
+
+def test_all_generations_take_one_stream_and_end_with_its_work(monkeypatch):
+    """torch keeps memory for each stream that was ever used."""
+    done = []
+
+    class Stream:
+        def __init__(self, device: torch.device, priority: int) -> None:
+            done.append(f"made {priority}")
+
+        def synchronize(self) -> None:
+            done.append("waited")
+
+    for name, value in (("Stream", Stream), ("stream", nullcontext), ("set_device", lambda device: None)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    ahead_module._stream.cache_clear()
+    twice(torch.device("cuda", 0), lambda: done.append("generated") or [])
+    ahead_module._stream.cache_clear()
+    assert done == ["made -1", *["generated", "waited"] * 2]
+
+
+@pytest.mark.gpu
+def test_the_stream_of_all_generations_is_idle_after_each():
+    streams = []
+
+    def generate() -> list[Completion]:
+        streams.append(torch.cuda.current_stream())
+        torch.cuda._sleep(10**8)
+        return []
+
+    twice(torch.device("cuda", 0), generate)
+    assert streams[0].cuda_stream == streams[1].cuda_stream != torch.cuda.current_stream().cuda_stream
+    assert streams[0].query()
+    assert streams[0].priority == -1
 
 
 def test_responses_survive_a_checkpoint_to_the_bit():

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from threading import Thread
 from typing import Any
 
@@ -128,12 +129,27 @@ class _Running:
         return self._done
 
 
-def _own_stream(device: torch.device) -> Any:
-    """Of high priority: its kernels are short and one waits for the other, those of an update are long and queue."""
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """Work on the stream of all generations; at the end nothing of it is under way, not even a step ahead of the engine's."""
     if device.type != "cuda":
-        return nullcontext()
+        yield
+        return
     torch.cuda.set_device(device)  # a thread begins on the first
-    return torch.cuda.stream(torch.cuda.Stream(device, priority=-1))
+    stream = _stream(device)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Of high priority: its kernels are short and one waits for the other, those of an update are long and queue.
+
+    One for the process: memory that torch's allocator and cuBLAS keep is kept for each stream, and torch has 32 of them,
+    which it hands out in turn, those of FSDP2 among them.
+    """
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def _packed(rows: Rows) -> dict[str, Any]:
