@@ -37,11 +37,13 @@ from lightning_rlhf.rollout.vllm_process import (
     destroy_groups,
     forget_stream,
     fork_rng,
+    frozen_heap,
     gather_ranks,
     held_by_rank,
     high_priority_streams,
     is_moe,
     keep_off_shared_memory,
+    map_again,
     paused_gc,
     reset_encoder_cache,
     shorten_steps,
@@ -217,9 +219,10 @@ class VLLMEngine(RolloutEngine):
         return arguments | self.engine_args
 
     def _choose_sync(self) -> Literal["plain", "layerwise"]:
-        """Plain where loading a checkpoint twice is known to be safe: nothing packs or permutes the parameters."""
+        """Plain where loading a checkpoint twice is known to be safe: nothing packs, permutes or is made of the parameters."""
         config = self._config.model_config
-        packed = self.context.device.type != "cuda" or config.quantization is not None or is_moe(config)
+        changed = config.quantization is not None or is_moe(config) or config.use_mla
+        packed = self.context.device.type != "cuda" or changed
         return "layerwise" if packed else "plain"
 
     @property
@@ -254,7 +257,8 @@ class VLLMEngine(RolloutEngine):
                 if tag == "kv_cache" and "weights" in self._asleep:
                     raise RuntimeError("the KV cache must not wake before the weights: wake(['weights']) first")
                 if self.context.device.type == "cuda":
-                    self.llm.wake_up(tags=[tag])
+                    with frozen_heap():
+                        self.llm.wake_up(tags=[tag])
                 self._asleep.discard(tag)
                 self._unmapped = None
 
@@ -267,11 +271,8 @@ class VLLMEngine(RolloutEngine):
             return
         if self.context.device.type == "cuda":
             self.wake(["weights", "kv_cache"])
-            gc.freeze()  # vLLM collects garbage here: over the trainer's heap that takes longer than all the rest
-            try:
+            with frozen_heap():
                 self.llm.sleep(level=level)
-            finally:
-                gc.unfreeze()
         self._asleep, self._unmapped = {"weights", "kv_cache"}, None
 
     @property
@@ -344,6 +345,7 @@ class VLLMEngine(RolloutEngine):
         if self.llm is None:
             return
         llm, self.llm, self._worker = self.llm, None, None
+        map_again(self._asleep)
         self.weight_version, self._asleep = -1, set()
         shut_down(llm, owns_default_group=self._owns_process_group)
         del llm

@@ -9,7 +9,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
 from threading import current_thread, main_thread
 from typing import Any
@@ -83,6 +83,17 @@ def paused_gc() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def frozen_heap() -> Iterator[None]:
+    """A collection looks at what is made meanwhile only: vLLM makes several where it sleeps and wakes, and over the trainer's
+    heap they take longer than all the rest."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 # -- what differs between versions of vLLM, 0.22 to 0.33 --------------------------------------------------------------
@@ -251,6 +262,19 @@ def unmapped_memory(asleep: set[str]) -> Unmapped:
     addresses = {address for address, data in pool.items() if getattr(data, "is_asleep", data.tag in asleep)}
     segments = [segment for segment in torch.cuda.memory_snapshot() if segment["address"] in addresses]
     return Unmapped(sum(s["allocated_size"] for s in segments), sum(s["total_size"] for s in segments))
+
+
+def map_again(asleep: set[str]) -> None:
+    """Give what sleeps of the pool (tags) its memory back, before it is freed.
+
+    The pool unmaps what is freed, and fails where that has no memory; it keeps the error and answers the next allocation with
+    it: no other engine would start. If the device is too full it stays as it is.
+    """
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    if CuMemAllocator.instance is not None and asleep:
+        with suppress(RuntimeError):
+            CuMemAllocator.instance.wake_up(sorted(asleep))
 
 
 def held_by_rank(model: Any) -> Iterator[tuple[str, Tensor, int | None]]:

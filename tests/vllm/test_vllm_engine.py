@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
@@ -18,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from toys import spawn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, PreTrainedModel
 
 from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.turns import Conversation, Speaker
 from lightning_rlhf.rollout.vllm import VLLMEngine, version_installed
-from lightning_rlhf.rollout.vllm_process import unmapped_memory
+from lightning_rlhf.rollout.vllm_process import map_again, unmapped_memory
 from lightning_rlhf.rollout.weights import gather
 from lightning_rlhf.tiny import tiny_model
 from lightning_rlhf.types import Completion, Sampling
@@ -353,6 +354,21 @@ def test_nothing_of_a_closed_engine_is_alive(engine: VLLMEngine, monkeypatch: py
     assert [one() for one in alive] == [None] * 4
 
 
+@pytest.mark.parametrize("experts", [0, 8])
+def test_what_is_made_of_the_weights_is_made_again(experts: int, tmp_path: Path) -> None:
+    """Layers of multi-head latent attention compute with two matrices that vLLM makes of a loaded one."""
+    from vllm.config import ModelConfig
+
+    config = DeepseekV3Config(num_hidden_layers=1, architectures=["DeepseekV3ForCausalLM"])
+    config.n_routed_experts = experts
+    config.save_pretrained(tmp_path)
+    engine = VLLMEngine()
+    engine.context = setup(device=torch.device("cuda"))
+    for folder, sync in ((tiny_model(), "plain"), (tmp_path, "layerwise")):
+        engine._config = SimpleNamespace(model_config=ModelConfig(str(folder), tokenizer=str(tiny_model())))
+        assert engine._choose_sync() == sync
+
+
 # -- two ranks ---------------------------------------------------------------------------------------------------------
 
 
@@ -445,6 +461,30 @@ def test_what_sleeps_of_the_pool_is_found_among_what_torch_holds(noted, monkeypa
     if not noted:
         assert unmapped_memory({"weights", "kv_cache"}) == (570, 640)
         assert unmapped_memory(set()) == (0, 0)
+
+
+def test_what_sleeps_of_the_pool_is_mapped_before_it_is_freed(engine, monkeypatch):
+    """The pool unmaps what is freed; where there is nothing mapped that is an error that ends the next engine's start."""
+    from vllm.device_allocator import cumem
+
+    allocator, mapped, left = cumem.CuMemAllocator(), [], []
+    for address, tag in ((100, "weights"), (200, "kv_cache")):
+        allocator.pointer_to_data[address] = cumem.AllocationData((0, 64, address, 0), tag, is_asleep=True)
+    monkeypatch.setattr(cumem, "create_and_map", lambda handle: mapped.append(handle[2]))
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    monkeypatch.setattr(cumem.CuMemAllocator, "instance", allocator)
+    shutdown = engine.llm.llm_engine.engine_core.shutdown
+    monkeypatch.setattr(engine.llm.llm_engine.engine_core, "shutdown", lambda: (left.extend(mapped), shutdown()))
+    engine.sleep(2)
+    engine.close()
+    assert left == [100, 200]
+
+    def full(handle: object) -> None:
+        raise RuntimeError("CUDA Error: out of memory at csrc/cumem_allocator.cpp:62")
+
+    monkeypatch.setattr(cumem, "create_and_map", full)
+    allocator.pointer_to_data[100].is_asleep = True
+    map_again({"weights"})
 
 
 def test_an_engine_without_sleep_mode_has_all_of_its_memory(engine):
