@@ -2,7 +2,7 @@
 
     setup      LLM(load_format="dummy") on the empty device; the trainer's process state is put back afterwards
     wake       weights, then the KV cache: the other order restores buffers into unmapped memory
-    sync       CUDA, dense, unquantised: ``model.load_weights(stream)``, a copy per tensor
+    sync       CUDA, dense, unquantised, no latent attention: ``model.load_weights(stream)``, a copy per tensor
                else: ``worker.reload_weights(stream)``, which repacks each layer once all of its tensors are there
                then ``reset_prefix_cache``: cached blocks belong to the old weights
     generate   one request per response with its own seed; token ids in, token ids out; steps without the work that
