@@ -22,6 +22,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -101,6 +102,10 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
         else:
             shape = (replicas, self.world_size // replicas)
             self._device_mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+        assert self._timeout is not None
+        for mesh in (self._data_mesh, self._device_mesh):
+            for group in mesh.get_all_groups():  # a mesh takes torch's own limit
+                _set_pg_timeout(self._timeout, group)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
         self.open_early()

@@ -18,9 +18,12 @@ from typing import Any, TextIO
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
+from test_policy import strategy_of
 from test_runs import QUIET, ROOT, assert_equal_runs, metrics_of
+from toys import spawn
 
 from lightning_rlhf import FSDPUlyssesStrategy
 from lightning_rlhf.meeting import name_of_attempt
@@ -238,6 +241,19 @@ def test_groups_of_a_rollout_wait_as_long_as_the_others(monkeypatch):
     strategy = FSDPUlyssesStrategy(timeout_minutes=7.0)
     assert [strategy.all_gather_objects(value, 2) for value in "ab"] == [["a", "group"], ["b", "group"]]
     assert made == [(2, {"timeout": timedelta(minutes=7), "backend": "gloo"})], "once"
+
+
+def limits(rank: int) -> list[timedelta]:
+    """Of the collectives of every mesh; groups of all ranks are the one that was there."""
+    strategy = strategy_of(2, data_parallel_replicate=2, timeout_minutes=90)
+    groups = [group for mesh in (strategy.data_mesh, strategy.device_mesh) for group in mesh.get_all_groups()]
+    assert [dist.get_world_size(group) for group in groups] == [2, 1, 2, 1]
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+
+@pytest.mark.slow
+def test_a_collective_of_any_mesh_has_the_limit_that_was_set():
+    assert spawn(limits, 2) == [[timedelta(minutes=90)] * 4] * 2
 
 
 def test_an_attempt_never_meets_under_the_name_of_an_earlier_one():
