@@ -130,6 +130,7 @@ class RolloutCallback(pl.Callback):
             )
         self.check(module)
         run = checked_run(trainer, module, self)
+        self.check_draws()
         self.plan, self.drafted = choose_plan(trainer, module, self, stage), None
         self.rung = self.plan.choice.rung if self.plan else self.ladder.usual
         context = engine_setup(trainer, module, self, run, self.plan)
@@ -139,9 +140,7 @@ class RolloutCallback(pl.Callback):
         self._ahead, self._all_gather = Ahead(), module.strategy.all_gather_objects_dp
 
     def check(self, module: RLHFLightningModule) -> None:
-        """Raise ValueError if the options do not go with the module's, or the engine cannot draw so."""
-        for sampling in (self.sampling, self.val_sampling):
-            self.engine.check_sampling(sampling)
+        """Raise ValueError if the options do not go with the module's."""
         if self.filter_groups is not None:
             self.filter_groups.check(module.score_names)
         if self.val_average and module.ema_decay is None:
@@ -150,6 +149,11 @@ class RolloutCallback(pl.Callback):
             raise ValueError(
                 "model.reward_model scores one answer, and rollout.conversation has several: leave out one of them"
             )
+
+    def check_draws(self) -> None:
+        """Raise ValueError if the engine cannot draw as it is asked to."""
+        for sampling in (self.sampling, self.val_sampling):
+            self.engine.check_sampling(sampling)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._ahead.wait()

@@ -55,7 +55,8 @@ def plan_offline(
         callbacks=trainer.get("callbacks") or [],
     )
     plan = make_plan(module, rollout, run, configs, device_memory * (run.device_type == "cuda"), tuple(notes))
-    told = [raised(module.check_options), raised(rollout.check, module)]  # what a run checks at its start
+    # what a run checks at its start
+    told = [raised(module.check_options), raised(rollout.check, module), raised(rollout.check_draws)]
     told += [raised(module.check_role, name, config) for name, config in configs.items()]
     return plan.with_problems(chain(*told))
 
