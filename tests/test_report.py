@@ -31,14 +31,16 @@ def test_the_share_of_groups_that_teach_nothing():
 CUT = {"completions/clipped_ratio": 0.6}
 
 
-def test_truncation_in_five_iterations_in_a_row_warns_and_names_the_length():
+def test_truncation_in_five_iterations_in_a_row_warns_and_names_the_setting():
     alarms = Alarms()
     for _ in range(4):
         alarms(CUT, Sampling(max_completion_length=77))
     alarms({"completions/clipped_ratio": 0.1}, Sampling())  # breaks the row
     for _ in range(4):
         alarms(CUT, Sampling(max_completion_length=77))
-    with pytest.warns(UserWarning, match="cut at 77 tokens in 5 iterations.*max_completion_length"):
+    with pytest.warns(
+        UserWarning, match="were cut in 5 iterations in a row: raise rollout.sampling.max_completion_length"
+    ):
         alarms(CUT, Sampling(max_completion_length=77))
 
 
