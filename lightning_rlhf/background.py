@@ -63,7 +63,7 @@ class Background:
             wait([self._job])
 
     def close(self) -> None:
-        """Wait and give the host memory back."""
+        """Wait and let go of the host memory, which torch keeps for others if it is pinned."""
         self.wait()
         self._buffers.clear()
         self._blocks = HostBlocks()
