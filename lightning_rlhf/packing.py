@@ -29,7 +29,8 @@ class Packed(_Movable):
 
     ``labels[t]`` is the response token that position ``t`` predicts, `IGNORE` elsewhere; ``rows`` are the positions of this
     sequence rank's piece of the stream that have one, ascending: the head computes those only. ``response_index[i, j]`` is the
-    stream position that predicts token ``j`` of response ``i`` (0 where there is none: see ``response_mask``).
+    stream position that predicts token ``j`` of response ``i``, and any position where there is none: see ``response_mask``.
+    These are spread over the stream, since the backward of `unpack` adds up one after the other what meets in one position.
     """
 
     input_ids: Int[Tensor, "S"]
@@ -45,7 +46,7 @@ class Packed(_Movable):
 
     def unpack(self, stream: Float[Tensor, "S"]) -> Float[Tensor, "b T"]:
         """Values at the positions that predict a response token, aligned with the responses; 0 on padding."""
-        return stream[self.response_index] * self.response_mask
+        return torch.where(self.response_mask > 0, stream[self.response_index], 0.0)
 
 
 def pack(
@@ -71,7 +72,7 @@ def pack(
     width = max((n - p for n, p in zip(lengths, prompt_lengths, strict=True)), default=0) or 1
     pad = -total % sequence_ranks or (sequence_ranks if total == 0 else 0)
     parts, labels, segments = list(sequences), [], list(lengths)
-    index = torch.zeros(len(lengths), width, dtype=torch.long)
+    index = torch.arange(len(lengths) * width).view(len(lengths), width) % (total + pad)
     mask = torch.zeros(len(lengths), width)
     start = 0
     for i, (sequence, prompt) in enumerate(zip(sequences, prompt_lengths, strict=True)):

@@ -225,7 +225,7 @@ def test_a_shard_shorter_than_others_comes_back_as_it_was(second_of_two):
     host = HostMemory()
     for _ in range(2):  # the second time the buffers hold what was there the first time
         for parameter in root.parameters():
-            parameter.to_local().normal_()
+            parameter.data.to_local().normal_()
         before = [p.to_local().clone() for p in root.parameters()]
         host.offload_parameters(root)
         assert {p.to_local().device.type for p in root.parameters()} == {"cpu"}

@@ -27,6 +27,20 @@ def test_unpacking_puts_each_value_at_its_response_token():
     assert packed.response_mask.sum(1).tolist() == [4, 1, 0]
 
 
+def test_what_pads_responses_takes_nothing_from_the_stream_and_meets_nowhere():
+    lengths = [300, *[10] * 20]
+    packed = pack([torch.ones(n, dtype=torch.long) for n in lengths], [2] * len(lengths), 8)
+    stream = torch.full(packed.input_ids.shape, torch.nan)
+    stream[packed.labels != IGNORE] = 1.0
+    stream.requires_grad_()
+    values = packed.unpack(stream)
+    assert torch.equal(values, packed.response_mask)
+    values.backward(torch.full(values.shape, 2.0))
+    assert torch.equal(stream.grad, 2.0 * (packed.labels != IGNORE))
+    each, size = packed.response_index.flatten().bincount(), packed.response_index.numel()
+    assert each.max() <= 2 + size // len(packed.input_ids), "so many additions wait for each other"
+
+
 @pytest.mark.parametrize("multiple", [2, 4, 8])
 def test_padding_is_a_sequence_of_its_own(multiple):
     packed = pack([torch.arange(5), torch.arange(4)], [1, 1], multiple)
