@@ -52,7 +52,7 @@ from lightning_rlhf.rollout.vllm_process import (
     unmapped_memory,
     version_installed,
 )
-from lightning_rlhf.rollout.vllm_requests import check_answers, completion_of, requests_of, sampling_params
+from lightning_rlhf.rollout.vllm_requests import check_answers, check_extra, completion_of, requests_of, sampling_params
 from lightning_rlhf.rollout.weights import checksums, whole_checksum
 from lightning_rlhf.types import Completion, PromptImages, Sampling
 
@@ -247,6 +247,17 @@ class VLLMEngine(RolloutEngine):
         least = 2 * sequence  # the longest, and room for what vLLM rounds up or keeps for itself
         wanted = min((in_flight + 1) * sequence, int(CACHE_SHARE * device))
         return EngineMemory(weights, max(least, wanted), WORKING, least)
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Of ``extra`` alone, which is vLLM's, and only where vLLM is installed: this imports it."""
+        if not sampling.extra:
+            return
+        try:
+            check_version(version_installed())
+        except ImportError:
+            return  # `setup` tells of it
+        with unchanged_process_state(torch.device("cpu")):
+            check_extra(sampling)
 
     # ── memory and weights ───────────────────────────────────────────────────────────────────────────────────────────
 

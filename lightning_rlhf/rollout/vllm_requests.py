@@ -72,6 +72,16 @@ def sampling_params(sampling: Sampling, seed: int | None, log_probs: bool, eos_t
     )
 
 
+def check_extra(sampling: Sampling) -> None:
+    """Raise ValueError if vLLM's parameters have no such field as one of ``sampling.extra``, or do not take its value."""
+    try:
+        sampling_params(sampling, None, False, ())
+    except Exception as error:  # which kinds differs between versions
+        raise ValueError(
+            f"rollout.sampling.extra must be fields of vLLM's SamplingParams, got {sampling.extra}: {error}"
+        ) from error
+
+
 def check_answers(
     outputs: Sequence[Any], prompts: Sequence[Sequence[int]], images: Sequence[PromptImages | None]
 ) -> None:

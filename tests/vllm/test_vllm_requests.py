@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from lightning_rlhf.rollout import vllm
+from lightning_rlhf.rollout.vllm import VLLMEngine
 from lightning_rlhf.rollout.vllm_process import version_installed
 from lightning_rlhf.rollout.vllm_requests import _names, check_answers, completion_of, sampling_params
 from lightning_rlhf.types import Completion, Sampling
@@ -37,6 +39,28 @@ def test_every_option_of_a_draw_reaches_vllm() -> None:
     on = sampling_params(Sampling(**lengths, **ends, ignore_eos=True), None, False, (3, 1))
     assert (on.stop, on.stop_token_ids, on.min_tokens, on.detokenize) == ([], [], 0, False)
     assert (on.seed, on.logprobs, on.skip_clone) == (None, None, True)
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(missing, reason="vLLM is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_what_vllm_cannot_draw_is_told_before_anything_is_loaded() -> None:
+    engine = VLLMEngine()
+    engine.check_sampling(Sampling(extra={"repetition_penalty": 1.5}))
+    with pytest.raises(
+        ValueError, match=r"rollout\.sampling\.extra must be fields of vLLM's .*'repetition': 1\.5.*repetition"
+    ):
+        engine.check_sampling(Sampling(extra={"repetition": 1.5}))
+    with pytest.raises(ValueError, match=r"got {'repetition_penalty': -1\.0}: .*repetition_penalty"):
+        engine.check_sampling(Sampling(extra={"repetition_penalty": -1.0}))
+
+
+def test_without_vllm_nothing_is_said_of_what_it_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> str:
+        raise ImportError
+
+    monkeypatch.setattr(vllm, "version_installed", absent)
+    VLLMEngine().check_sampling(Sampling(extra={"repetition": 1.5}))
 
 
 def output(**options: Any) -> Any:
