@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
+from test_vllm_engine import pytestmark as marks
 
 from lightning_rlhf.rollout import vllm
 from lightning_rlhf.rollout.vllm import VLLMEngine
-from lightning_rlhf.rollout.vllm_process import version_installed
 from lightning_rlhf.rollout.vllm_requests import _names, check_answers, completion_of, sampling_params
 from lightning_rlhf.types import Completion, Sampling
 
-try:
-    version_installed()
-    missing = False
-except ImportError:
-    missing = True
+
+def needs_vllm(test: Callable[[], None]) -> Callable[[], None]:
+    for mark in marks:
+        test = mark(test)
+    return test
+
 
 ALL = {"top_p": 0.9, "top_k": 5, "min_p": 0.1, "temperature": 0.7}
 
 
-@pytest.mark.vllm
-@pytest.mark.skipif(missing, reason="vLLM is not installed")
-@pytest.mark.filterwarnings("ignore")  # its imports warn about deprecations of others
+@needs_vllm
 def test_every_option_of_a_draw_reaches_vllm() -> None:
     lengths = {"max_completion_length": 9, "min_completion_length": 2}
     ends = {"stop": ("x",), "stop_token_ids": (7, 1)}
@@ -41,9 +41,7 @@ def test_every_option_of_a_draw_reaches_vllm() -> None:
     assert (on.seed, on.logprobs, on.skip_clone) == (None, None, True)
 
 
-@pytest.mark.vllm
-@pytest.mark.skipif(missing, reason="vLLM is not installed")
-@pytest.mark.filterwarnings("ignore")
+@needs_vllm
 def test_what_vllm_cannot_draw_is_told_before_anything_is_loaded() -> None:
     engine = VLLMEngine()
     engine.check_sampling(Sampling(extra={"repetition_penalty": 1.5}))
