@@ -59,8 +59,8 @@ class Sampling:
         top_k: keep the k likeliest tokens, 0 keeps all.
         min_p: drop tokens below this share of the likeliest token's probability, 0 keeps all.
         max_completion_length: longest response in tokens.
-        min_completion_length: no EOS before this many tokens.
-        stop: strings that end a response (they stay in its token ids).
+        min_completion_length: no EOS before this many tokens, and stop strings among them are passed over.
+        stop: strings that end a response (they stay in its token ids); of special tokens, too.
         stop_token_ids: ids that end a response besides the model's own EOS ids.
         ignore_eos: sample to ``max_completion_length`` whatever is drawn (benchmarks).
         extra: handed to the engine's own sampling parameters as they are.

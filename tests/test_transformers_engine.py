@@ -15,7 +15,7 @@ from test_families import BASE, FAMILIES
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from lightning_rlhf.rollout.batch import draw, processed_logits
+from lightning_rlhf.rollout.batch import Stop, draw, processed_logits
 from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.weights import checksum
@@ -375,6 +375,21 @@ def test_stop_strings_end_a_response(engine: TransformersEngine, model: Qwen2For
         assert a.token_ids[: len(b.token_ids)] == b.token_ids
         assert stop not in tokenizer.decode(b.token_ids[:-1])
         assert (stop in tokenizer.decode(a.token_ids)) == (stop in tokenizer.decode(b.token_ids))
+
+
+def test_a_stop_string_before_the_minimum_length_is_passed_over_and_ends_the_response_when_it_comes_again() -> None:
+    def length(text: str, least: int, *stop: str) -> int:
+        ids, ends = tokenizer(text)["input_ids"], Stop([], stop, least, tokenizer).ends
+        return next((n for n in range(1, len(ids) + 1) if ends(ids[:n])), 0)
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model())  # a token is a byte
+    assert length("abcdefgh", 4, "bc") == 0
+    assert length("abcdefgh", 2, "bc") == 3
+    assert length("abcdebcfgh", 4, "bc") == 7
+    assert length("aaaa", 2, "aa") == 3
+    assert length("abcéfghi", 4, "é", "never to be seen") == 5
+    assert length("abcéfghi", 5, "é") == 0
+    assert length("abcdefghijklmnop", 3, "op") == 16
 
 
 def test_the_longest_sequence_is_max_model_len(model: Qwen2ForCausalLM) -> None:

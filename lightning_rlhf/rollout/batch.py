@@ -161,8 +161,12 @@ class Stop:
             return False
         # a token is at least one byte, so a stop string that the last token completes lies within this tail
         tail = token_ids[-(max(len(s.encode()) for s in self.strings) + 4) :]
-        text = self.tokenizer.decode(tail, skip_special_tokens=False)
-        return any(s in text for s in self.strings)
+        early = tail[: max(0, self.min_length - len(token_ids) + len(tail))]
+        text, ignored = self._text(tail), len(self._text(early).rstrip("\ufffd"))  # but for a part of a character
+        return any(text.find(s, max(0, ignored + 1 - len(s))) >= 0 for s in self.strings)
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False)) if ids else ""
 
 
 def processed_logits(logits: Float[Tensor, "B V"], sampling: Sampling) -> Float[Tensor, "B V"]:

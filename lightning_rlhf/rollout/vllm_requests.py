@@ -43,7 +43,10 @@ def _request(prompt: Sequence[int], images: PromptImages | None, names: list[str
 
 
 def sampling_params(sampling: Sampling, seed: int | None, log_probs: bool, eos_token_ids: Iterable[int]) -> Any:
-    """vLLM adds the tokenizer's EOS to what ends a response; ``ignore_eos`` leaves it to ``eos_token_ids``."""
+    """vLLM adds the tokenizer's EOS to what ends a response; ``ignore_eos`` leaves it to ``eos_token_ids``.
+
+    Special tokens are part of the text in which ``stop`` is looked for.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -65,6 +68,7 @@ def sampling_params(sampling: Sampling, seed: int | None, log_probs: bool, eos_t
             "logprobs": 0 if log_probs else None,
             "flat_logprobs": log_probs,
             "detokenize": bool(stop),
+            "skip_special_tokens": False,
             "output_kind": RequestOutputKind.FINAL_ONLY,
             "skip_clone": not sampling.extra,  # nobody else has them
             **sampling.extra,

@@ -294,6 +294,35 @@ def test_ends_of_responses_are_those_of_the_embedded_engine() -> None:
         engine.close()
 
 
+def test_stop_strings_are_those_of_the_embedded_engine() -> None:
+    """Of special tokens and of several bytes, and those that come before the minimum length."""
+    close_running()
+    model = policy()
+    engine, embedded = build(eos_token_ids=(255,)), oracle(model, eos_token_ids=(255,))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model())
+    try:
+        engine.load_weights(named(model), 1)
+        prompts = [[i, i + 1] for i in range(3, 243, 3)]
+        free = engine.generate(prompts, replace(GREEDY, max_completion_length=24), seeds=[0] * 80)
+        texts = [tokenizer.decode(c.token_ids) for c in free]
+        several = next(s for text in texts for s in text if ord(s) > 127 and s != "\ufffd")
+        plain = next(text[2:4] for text in texts if text[:6].isascii() and text[2:4].isprintable())
+        ended = 0
+        for stop in ("<|im_end|>", "<|endoftext|>", several, plain):
+            for least in (0, 4, 12):
+                banned = (EOS,) if least else ()  # vLLM bans the tokenizer's in any case
+                sampling = Sampling(
+                    1, 0.0, max_completion_length=24, min_completion_length=least, stop=(stop,), stop_token_ids=banned
+                )
+                ours, theirs = (e.generate(prompts, sampling, seeds=[0] * 80) for e in (engine, embedded))
+                assert ours == theirs
+                ended += sum(c.finish_reason == "stop" and c.token_ids[-1] not in (255, *banned) for c in ours)
+                assert all(len(c.token_ids) > least for c in ours)
+        assert ended > 20
+    finally:
+        engine.close()
+
+
 def test_too_long_a_prompt_names_both_numbers_and_the_engine_stays_usable(engine: VLLMEngine) -> None:
     sync(engine, policy())
     with pytest.raises(ValueError, match=r"max_model_len is 128\), got 128"):
