@@ -65,6 +65,9 @@ class Inline:
 
     def join(self) -> None: ...
 
+    def is_alive(self) -> bool:
+        return False
+
 
 def module(**options: Any) -> GRPOLightningModule:
     return GRPOLightningModule(**TINY_MODULE, reward=[even_tokens], correction=Correction(), **options)
@@ -223,6 +226,33 @@ def test_a_failing_update_waits_for_the_engine_before_it_closes_it(tmp_path):
     with pytest.raises(ZeroDivisionError):
         run(tmp_path, engine=Slow(), model=model)
     assert seen[0] == 2
+
+
+def test_ctrl_c_while_a_run_waits_for_its_responses_closes_the_engine_when_these_are_there(tmp_path, monkeypatch):
+    done = []
+
+    class Slow(Watched):
+        def generate(self, prompts, sampling, **arguments):
+            if threading.current_thread() is not threading.main_thread():
+                assert released.wait(60)
+                time.sleep(0.3)
+            found = super().generate(prompts, sampling, **arguments)
+            done.append("generated")
+            return found
+
+        def close(self) -> None:
+            done.append("closed")
+            super().close()
+
+    def interrupted(running):
+        released.set()
+        raise KeyboardInterrupt
+
+    released = threading.Event()
+    monkeypatch.setattr(ahead_module._Running, "result", interrupted)
+    with pytest.raises(SystemExit):
+        run(tmp_path, engine=Slow())
+    assert done == ["generated", "generated", "closed"]
 
 
 @pytest.mark.parametrize("error", [None, ValueError("no"), SystemExit(3)])

@@ -71,10 +71,15 @@ class Ahead:
             collect: from the responses of this rank's engine to those of its prompts; it may talk to other ranks, the thread
                 must not.
         """
-        running, self._running = self._running, None
-        if running is not None:
+        running = self._running
+        if running is None:
+            return
+        try:
             self._rows = _by_row(running.rows, collect(running.result))
-            self.seconds = running.seconds
+        finally:
+            if not running.thread.is_alive():  # Ctrl-C ends the waiting, not the thread
+                self._running = None
+        self.seconds = running.seconds
 
     def has(self, rows: Sequence[int], each: int) -> bool:
         """Whether all prompts with the keys ``rows`` have so many responses, settled before."""

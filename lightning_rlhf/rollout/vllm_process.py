@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
-from threading import current_thread, main_thread
+from threading import Lock, current_thread, main_thread
 from typing import Any
 
 import numpy
@@ -75,14 +75,38 @@ def high_priority_streams() -> Iterator[None]:
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """No cyclic collection: generation makes many objects, hardly any in cycles, which set it off again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
+    """No cyclic collection: generation makes many objects, hardly any in cycles, which set it off again and again.
+
+    Of the whole process: the update beside a generation has none either. It goes on after the last of those that overlap.
+    """
+    _pauses.begin()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        _pauses.end()
+
+
+class _Pauses:
+    """How many want no collections, and whether there were any before the first of them."""
+
+    def __init__(self) -> None:
+        self._lock, self._number, self._enabled = Lock(), 0, False
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._number:
+                self._enabled = gc.isenabled()
+            self._number += 1
+            gc.disable()
+
+    def end(self) -> None:
+        with self._lock:
+            self._number -= 1
+            if self._enabled and not self._number:
+                gc.enable()
+
+
+_pauses = _Pauses()
 
 
 @contextmanager

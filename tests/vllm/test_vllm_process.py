@@ -104,6 +104,21 @@ def test_collections_are_paused_and_no_more(enabled):
         (gc.enable if was else gc.disable)()
 
 
+@pytest.mark.parametrize("last", ["first", "second"])
+def test_collections_go_on_after_the_last_of_overlapping_pauses(last):
+    assert gc.isenabled()
+    pauses = {"first": paused_gc(), "second": paused_gc()}
+    try:
+        for pause in pauses.values():
+            pause.__enter__()
+        pauses["second" if last == "first" else "first"].__exit__(None, None, None)
+        assert not gc.isenabled()
+        pauses[last].__exit__(None, None, None)
+        assert gc.isenabled()
+    finally:
+        gc.enable()
+
+
 def test_streams_are_urgent_for_as_long_as_they_are_asked_for():
     stream = torch.cuda.Stream
     with suppress(OSError), high_priority_streams():
