@@ -18,6 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from test_launch import TORCHRUN, outcomes
 from test_runs import ROOT, assert_equal_runs
@@ -117,12 +118,27 @@ def test_the_iteration_is_saved_once_whatever_is_kept(tmp_path, save, monkeypatc
 
 @pytest.mark.parametrize(("iteration", "saved"), [(1, "nothing"), (3, "{}/checkpoints/iteration-000002.ckpt")])
 def test_ctrl_c_says_what_is_saved(iteration, saved, tmp_path, capfd):
-    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit):
         a_run(tmp_path, Told(iteration, signal.SIGINT), save={"every_n_train_steps": 2})
-    signal.signal(signal.SIGINT, before)  # Lightning ignores it from the first on
     expected = f"interrupted after iteration {iteration - 1}, what is saved: {saved.format(tmp_path)}\n"
     assert expected in capfd.readouterr().err
+
+
+def test_a_later_run_of_the_process_can_be_interrupted_too(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit):
+            a_run(tmp_path, Told(1, signal.SIGINT))
+        assert signal.getsignal(signal.SIGINT) is before
+        trainer = pl.Trainer(barebones=True)
+        trainer.state.fn = TrainerFn.VALIDATING
+        trainer._signal_connector.register_signal_handlers()
+        Preemption().on_validation_start(trainer, pl.LightningModule())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does
+        trainer._teardown()
+        assert signal.getsignal(signal.SIGINT) is before
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_run_that_ends_anyway_ends_as_ever(tmp_path):

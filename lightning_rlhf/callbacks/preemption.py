@@ -51,8 +51,7 @@ class Preemption(Checkpoint):
         self._heard: dict[int, float] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        connector = trainer._signal_connector
-        connector.teardown()  # what was there before Lightning's
+        connector = _without_handlers(trainer)
         if not _savers(trainer):
             return
         self._asked, self._heard, self._rank = 0, {}, trainer.global_rank
@@ -60,13 +59,13 @@ class Preemption(Checkpoint):
         if "SLURM_JOB_ID" in os.environ:
             signals += [s for s in (signal.SIGUSR1, signal.SIGUSR2) if signal.getsignal(s) is signal.SIG_DFL]
         self._before: dict[Any, Any] = {s: signal.getsignal(s) for s in signals}
-        connector._original_handlers = dict(self._before)  # Lightning puts them back when fit ends, however it does
+        connector._original_handlers |= self._before  # Lightning puts them back when fit ends, however it does
         for one in signals:
             connector._register_signal(one, self._hear)  # in the main thread only
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if trainer.state.fn != TrainerFn.FITTING:  # nothing to save
-            trainer._signal_connector.teardown()
+            _without_handlers(trainer)
 
     on_test_start = on_validation_start
 
@@ -123,6 +122,14 @@ class Preemption(Checkpoint):
 
 def _savers(trainer: pl.Trainer) -> list[IterationCheckpoint]:
     return [c for c in trainer.checkpoint_callbacks if isinstance(c, IterationCheckpoint)]
+
+
+def _without_handlers(trainer: pl.Trainer) -> Any:
+    """Lightning's keeper of handlers, its own taken off. It still puts back that of Ctrl-C, which it ignores after the first."""
+    connector = trainer._signal_connector
+    connector.teardown()
+    connector._original_handlers = {signal.SIGINT: signal.getsignal(signal.SIGINT)}
+    return connector
 
 
 def _say(text: str) -> None:
