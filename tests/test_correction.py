@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -99,3 +100,11 @@ def test_an_empty_batch_has_mean_weight_one() -> None:
 def test_bounds_of_rejection_are_checked(reject: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Correction(reject=reject)
+
+
+@pytest.mark.parametrize("bounds", [{}, {"cap": 0.5}, {"floor": 1.2}])
+def test_a_token_that_either_side_does_not_know_weighs_1_whatever_the_bounds(bounds):
+    old = torch.tensor([[-1.0, -2.0, math.nan, -1.0, -1.0]])
+    sampler = torch.tensor([[math.nan, math.inf, -3.0, -math.inf, math.nan]])
+    weights = importance_weights(old, sampler, torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0]]), Correction(**bounds))
+    assert weights.tolist() == [[1.0, 1.0, 1.0, 1.0, 0.0]]

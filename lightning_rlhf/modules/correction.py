@@ -84,7 +84,7 @@ def importance_weights(
     mask: Float[Tensor, "B T"],
     correction: Correction,
 ) -> Float[Tensor, "B T"]:
-    """exp(old - sampler), bounded; 1 where either is no number, and 0 where the mask is. Not normalised.
+    """exp(old - sampler), bounded; of a token 1 where either is no number, and 0 where the mask is. Not normalised.
 
     Args:
         old_log_probs: of the policy that the update begins with, by the trainer.
@@ -98,6 +98,8 @@ def importance_weights(
     weights = free.clamp(max=correction.cap)
     if correction.floor is not None:
         weights = torch.where((free >= correction.floor) & (free <= correction.cap), free, 0)
+    if correction.level == "token":  # also where cap and floor leave 1 out
+        weights = torch.where(_known(old_log_probs, sampler_log_probs), weights, 1)
     return weights * on
 
 
@@ -194,5 +196,8 @@ _OVER |= {"sequence": _OVER["seq_sum"], "geometric": _OVER["seq_mean"]}
 
 
 def _log_ratio(old: Tensor, sampler: Tensor, on: Bool[Tensor, "B T"]) -> Tensor:
-    known = on & sampler.isfinite() & old.isfinite()
-    return torch.where(known, old.detach() - sampler, 0)
+    return torch.where(on & _known(old, sampler), old.detach() - sampler, 0)
+
+
+def _known(old: Tensor, sampler: Tensor) -> Bool[Tensor, "B T"]:
+    return sampler.isfinite() & old.isfinite()
