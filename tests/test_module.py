@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -28,6 +31,7 @@ from lightning_rlhf import (
     SFTLightningModule,
 )
 from lightning_rlhf.modules.advantages import grpo
+from lightning_rlhf.tiny import tiny_model
 from lightning_rlhf.types import Experience
 
 pytestmark = pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
@@ -583,3 +587,16 @@ def test_a_rate_that_is_none_is_refused_before_a_model_is_built(name, rate, tmp_
     with pytest.raises(ValueError, match=rf"^model\.{name} must be above 0 and finite, got {rate}$"):
         fit(module, tmp_path, 1)
     assert module.actor is None
+
+
+def test_responses_end_with_the_ids_of_the_generation_config_or_without_one_of_the_model_config(tmp_path):
+    def ids() -> tuple[int, ...]:
+        return GRPOLightningModule(str(folder), reward=[even_tokens]).eos_token_ids
+
+    folder = Path(shutil.copytree(tiny_model(), tmp_path / "model"))
+    for name, listed in (("config", [1, 40]), ("generation_config", [1, 50, 60])):
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": listed}))
+    assert ids() == (1, 50, 60)
+    (folder / "generation_config.json").unlink()
+    assert ids() == (1, 40)

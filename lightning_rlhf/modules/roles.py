@@ -204,13 +204,13 @@ class ModelRoles(pl.LightningModule):
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Every id that ends a response: the generation config's and the tokenizer's."""
+        """Every id that ends a response: the generation config's, without one the model config's, and the tokenizer's."""
         from transformers import GenerationConfig
 
         try:
             listed = GenerationConfig.from_pretrained(self.model_path).eos_token_id
         except OSError:  # the folder has none
-            listed = None
+            listed = getattr(self.settings.config.get_text_config(), "eos_token_id", None)
         ids = listed if isinstance(listed, list) else [listed]
         return tuple(sorted({i for i in (*ids, self.tokenizer.eos_token_id) if i is not None}))
 
