@@ -201,7 +201,7 @@ def test_a_failure_beside_the_update_ends_the_run_and_frees_the_engine(tmp_path)
         run(tmp_path / "b", engine=full)
 
 
-def test_a_failing_update_waits_for_the_engine_before_it_closes_it(tmp_path):
+def test_a_failing_update_waits_for_the_engine_before_it_closes_it_and_says_so(tmp_path, caplog):
     running, seen = threading.Event(), []
 
     class Slow(Watched):
@@ -219,13 +219,16 @@ def test_a_failing_update_waits_for_the_engine_before_it_closes_it(tmp_path):
         def update(self, experience):
             assert running.wait(60)
             threading.Timer(0.2, released.set).start()
-            raise ZeroDivisionError
+            raise ZeroDivisionError("of the update")
 
     released = threading.Event()
     model = Fails(**TINY_MODULE, reward=[even_tokens], correction=Correction())
     with pytest.raises(ZeroDivisionError):
         run(tmp_path, engine=Slow(), model=model)
     assert seen[0] == 2
+    assert (
+        "ZeroDivisionError: of the update; the engine is closed when the responses under way are there" in caplog.text
+    )
 
 
 def test_ctrl_c_while_a_run_waits_for_its_responses_closes_the_engine_when_these_are_there(tmp_path, monkeypatch):

@@ -481,6 +481,15 @@ def test_sleep_and_wake_twice_give_the_loaded_weights_output(level: int) -> None
     assert outputs[0] != outputs[1]
 
 
+def test_an_engine_that_was_closed_asleep_is_built_awake(model: Qwen2ForCausalLM) -> None:
+    engine = engine_with(model)
+    engine.sleep(2)
+    engine.close()
+    engine.setup(setup())
+    engine.load_weights(named(model), 1)
+    assert engine.generate([[5]], Sampling(max_completion_length=2), seeds=[0])
+
+
 def test_an_incomplete_or_foreign_stream_is_an_error_and_leaves_no_version(model: Qwen2ForCausalLM) -> None:
     engine = engine_with(model)
     with pytest.raises(ValueError, match=r"1 weights were not sent .* 'model\.norm\.weight'"):

@@ -59,6 +59,11 @@ class Ahead:
         """Whether a thread has the engine, or has left a result or an error."""
         return self._running is not None
 
+    @property
+    def generates(self) -> bool:
+        """Whether a thread has the engine."""
+        return self._running is not None and self._running.thread.is_alive()
+
     def wait(self) -> None:
         """Until the engine is free. Raises nothing."""
         if self._running is not None:
@@ -77,7 +82,7 @@ class Ahead:
         try:
             self._rows = _by_row(running.rows, collect(running.result))
         finally:
-            if not running.thread.is_alive():  # Ctrl-C ends the waiting, not the thread
+            if not self.generates:  # Ctrl-C ends the waiting, not the thread
                 self._running = None
         self.seconds = running.seconds
 

@@ -156,6 +156,12 @@ class RolloutCallback(pl.Callback):
             self.engine.check_sampling(sampling)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._ahead.generates:  # that takes its time, or hangs, and nobody else has told of the exception yet
+            log.warning(
+                "%s: %s; the engine is closed when the responses under way are there",
+                type(exception).__name__,
+                exception,
+            )
         self._ahead.wait()
         try:
             self.engine.close()

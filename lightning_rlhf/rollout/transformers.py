@@ -132,7 +132,7 @@ class TransformersEngine(RolloutEngine):
 
     def close(self) -> None:
         self.model = None
-        self.weight_version = -1
+        self.weight_version, self._asleep = -1, set()
 
     # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────
 
