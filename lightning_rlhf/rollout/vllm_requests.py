@@ -15,6 +15,17 @@ from typing import Any
 from lightning_rlhf.images import collapsed
 from lightning_rlhf.types import Completion, PromptImages, Sampling
 
+OWN = {
+    "n": "rollout.sampling.num_generations",
+    "seed": "seed_everything",
+    "max_tokens": "rollout.sampling.max_completion_length",
+    "min_tokens": "rollout.sampling.min_completion_length",
+} | {
+    name: f"rollout.sampling.{name}"
+    for name in ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos")
+}
+"""Fields of vLLM's parameters that are this library's to fill, and what to set in their stead."""
+
 
 def requests_of(prompts: Sequence[Sequence[int]], images: Sequence[PromptImages | None]) -> list[Any]:
     """One per prompt. Pictures that several share, as one object, are hashed once."""
@@ -77,7 +88,11 @@ def sampling_params(sampling: Sampling, seed: int | None, log_probs: bool, eos_t
 
 
 def check_extra(sampling: Sampling) -> None:
-    """Raise ValueError if vLLM's parameters have no such field as one of ``sampling.extra``, or do not take its value."""
+    """Raise ValueError if vLLM's parameters have no such field as one of ``sampling.extra``, or do not take its value, or the
+    trainer has to know it.
+    """
+    for name in sorted(sampling.extra.keys() & OWN.keys()):
+        raise ValueError(f"rollout.sampling.extra must leave {name} to the trainer: set {OWN[name]}")
     try:
         sampling_params(sampling, None, False, ())
     except Exception as error:  # which kinds differs between versions

@@ -51,6 +51,15 @@ def test_what_vllm_cannot_draw_is_told_before_anything_is_loaded() -> None:
         engine.check_sampling(Sampling(extra={"repetition": 1.5}))
     with pytest.raises(ValueError, match=r"got {'repetition_penalty': -1\.0}: .*repetition_penalty"):
         engine.check_sampling(Sampling(extra={"repetition_penalty": -1.0}))
+    for name, instead in (
+        ("n", "num_generations"),
+        ("temperature", "temperature"),
+        ("max_tokens", "max_completion_length"),
+    ):
+        with pytest.raises(ValueError, match=rf"must leave {name} to the trainer: set rollout\.sampling\.{instead}$"):
+            engine.check_sampling(Sampling(extra={name: 2}))
+    with pytest.raises(ValueError, match="must leave seed to the trainer: set seed_everything"):
+        engine.check_sampling(Sampling(extra={"seed": 1}))
 
 
 def test_without_vllm_nothing_is_said_of_what_it_draws(monkeypatch: pytest.MonkeyPatch) -> None:
