@@ -357,6 +357,8 @@ def shut_down(llm: Any, owns_default_group: bool) -> None:
     """Stop an in-process engine and destroy what `destroy_groups` does."""
     _forget_cached(llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model())
     llm.llm_engine.engine_core.shutdown()
+    if (finalizer := getattr(llm.llm_engine, "_finalizer", None)) is not None:
+        finalizer()  # that of vLLM 0.26 holds the model: left to the collection of the engine, it outlives it
     destroy_groups(owns_default_group)
 
 

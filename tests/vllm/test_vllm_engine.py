@@ -383,6 +383,18 @@ def test_nothing_of_a_closed_engine_is_alive(engine: VLLMEngine, monkeypatch: py
     assert [one() for one in alive] == [None] * 4
 
 
+def test_a_finalizer_that_holds_the_model_keeps_none_of_it(engine: VLLMEngine) -> None:
+    """That of vLLM 0.26 does, and only runs when the engine, which may be part of a cycle, is collected."""
+    core = engine.llm.llm_engine
+    core.itself = core
+    core._finalizer.detach()
+    core._finalizer = weakref.finalize(core, lambda model: None, engine._model())
+    alive = [weakref.ref(one) for one in engine._model().parameters()]
+    del core
+    engine.close()
+    assert not any(one() is not None for one in alive)
+
+
 @pytest.mark.parametrize("experts", [0, 8])
 def test_what_is_made_of_the_weights_is_made_again(experts: int, tmp_path: Path) -> None:
     """Layers of multi-head latent attention compute with two matrices that vLLM makes of a loaded one."""

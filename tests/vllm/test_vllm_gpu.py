@@ -40,7 +40,9 @@ def test_an_engine_that_saw_pictures_leaves_nothing_in_the_pool(tmp_path: Path):
 
     folder = write_vlm(tmp_path, "qwen2_5_vl", noise=0.2)
     prompts = table_of(folder).take(range(4))
-    engine = VLLMEngine(kv_cache_memory_bytes=32 << 20, gpu_memory_utilization=0.1, load_format="auto")
+    engine = VLLMEngine(
+        kv_cache_memory_bytes=32 << 20, gpu_memory_utilization=0.1, load_format="auto", enforce_eager=True
+    )
     engine.setup(EngineSetup(folder, torch.device("cuda", 0), torch.bfloat16, (1,), 0, 512, 8))
     engine.weight_version = 0
     engine.generate(prompts.ids, GREEDY, seeds=[None] * 4, images=prompts.images)
