@@ -63,7 +63,9 @@ def _load(path: str, file: Path, split: str, subset: str | None) -> Rows:
             return load_dataset(file.suffix[1:], data_files=str(file), split=split)
         return load_dataset(str(file) if file.is_dir() else path, subset, split=split)
     except Exception as error:
-        raise ValueError(f"data.path: {path!r} cannot be read as a data set: {first_line(error)}") from error
+        raise ValueError(
+            f"data.path: {path!r} cannot be read as a data set: {first_line(error.__cause__ or error)}"
+        ) from error
 
 
 def _json(file: Path, split: str) -> Rows:
@@ -76,7 +78,7 @@ def _json(file: Path, split: str) -> Rows:
         return JsonLines(file)
     try:
         return _dicts(json.loads(file.read_bytes()), str(file))
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ValueError(f"data.path: {str(file)!r} is not valid JSON ({error})") from error
 
 
@@ -104,6 +106,8 @@ class JsonLines(Sequence[Row]):
         try:
             row = json.loads(self.data[start : end if end >= 0 else len(self.data)])
             wrong = None if isinstance(row, dict) else "is not a JSON object"
+        except UnicodeDecodeError as error:
+            wrong = f"is not UTF-8 ({first_line(error)}): save the file in that encoding"
         except ValueError as error:
             wrong = f"is not valid JSON ({first_line(error)})"
         if wrong:
@@ -125,6 +129,10 @@ def _import(path: str) -> Rows:
 
 def _dicts(source: Any, path: str) -> Rows:
     given = source() if callable(source) else source
+    if isinstance(given, Mapping):
+        raise ValueError(
+            f"data.path: {path!r} holds several sets, {', '.join(map(str, given))}: name one, as in data['train']"
+        )
     if not isinstance(given, Iterable):
         raise ValueError(f"data.path: {path!r} must give dicts, got {type(given).__name__}")
     rows = list(given)

@@ -98,6 +98,26 @@ def test_a_bad_file_is_one_line_that_says_where(tmp_path, name, text, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_in_another_encoding_says_so(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes('{"prompt": "café"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"line 1 of .* is not UTF-8 \(.*\): save the file in that encoding"):
+        list(read_rows(str(tmp_path / "rows.jsonl")))
+    (tmp_path / "rows.json").write_bytes('[{"prompt": "café"}]'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"rows\.json' is not valid JSON \('utf-8' codec"):
+        read_rows(str(tmp_path / "rows.json"))
+    (tmp_path / "rows.csv").write_bytes("prompt\ncafé\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"rows\.csv' cannot be read as a data set: 'utf-8' codec can't decode"):
+        read_rows(str(tmp_path / "rows.csv"))
+
+
+def test_a_data_set_with_its_splits_is_not_rows():
+    from datasets import Dataset, DatasetDict
+
+    rows = Dataset.from_list(some_rows)
+    with pytest.raises(ValueError, match=r"holds several sets, train, test: name one, as in data\['train'\]"):
+        read_rows(DatasetDict(train=rows, test=rows))
+
+
 def test_splits_are_for_data_sets_that_have_some(tmp_path):
     from datasets import Dataset
 
