@@ -76,6 +76,11 @@ class Reward:
         named = [p for p in self.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         return [p.name for p in named if p.default is p.empty and p.name not in available]
 
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raise RewardError if it must have an argument that there is not."""
+        if missing := self.missing(columns):
+            raise RewardError(f"reward {self.name} asks for {missing[0]!r}, which is none of {', '.join(columns)}")
+
 
 @dataclass(frozen=True)
 class RewardJob:

@@ -39,6 +39,7 @@ from lightning_rlhf.modules.training import TrainedModule
 from lightning_rlhf.plan.offline import plan_offline, precision_name
 from lightning_rlhf.plan.table import full, show
 from lightning_rlhf.precision import FSDP2Precision
+from lightning_rlhf.rewards import RewardError
 from lightning_rlhf.storage import SaveFailed
 from lightning_rlhf.strategy import FSDPUlyssesStrategy
 from lightning_rlhf.trial import table, try_run
@@ -168,6 +169,9 @@ class RLHFCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = parser.parse_args(args)  # not super(): it warns that a program calls `main` with arguments
+
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: Lightning would unpickle what is no folder, for hyper-parameters that no checkpoint here has."""
 
     def _set_seed(self) -> None:
         if self.subcommand != "export":  # nothing is drawn
@@ -318,7 +322,7 @@ def run(cli: type[CLI], args: Sequence[str] | None = None) -> CLI:
     """Parse the arguments and do what they say. Errors of the configuration end in one line.
 
     Set LIGHTNING_RLHF_TRACEBACK=1 to see where they come from. Errors after the first batch was reached are raised as they
-    are, with their traceback, but for a last checkpoint that could not be written.
+    are, with their traceback, but for a reward function that breaks its contract and a last checkpoint that could not be written.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # your own module by class_path, as with `python -m`
@@ -338,7 +342,11 @@ def run(cli: type[CLI], args: Sequence[str] | None = None) -> CLI:
         MisconfigurationException,
         RuntimeError,
     ) as error:
-        if os.environ.get("LIGHTNING_RLHF_TRACEBACK") or (cli.progress.started and not isinstance(error, SaveFailed)):
+        if os.environ.get("LIGHTNING_RLHF_TRACEBACK") or (
+            cli.progress.started and not isinstance(error, SaveFailed | RewardError)
+        ):
             raise
-        own = isinstance(error, RuntimeError | OSError) and not isinstance(error, FileNotFoundError | SaveFailed)
+        everywhere = FileNotFoundError | SaveFailed  # what all processes say
+        own = isinstance(error, RuntimeError | OSError) and not isinstance(error, everywhere)
+        own = own or (isinstance(error, RewardError) and cli.progress.started)
         fail(f"{error}" or type(error).__name__, own=own)

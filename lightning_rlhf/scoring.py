@@ -20,7 +20,9 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
+from pathlib import Path
 from pkgutil import resolve_name
+from traceback import extract_tb
 from typing import Any, TypeAlias
 
 import torch
@@ -32,6 +34,9 @@ from lightning_rlhf.runners import EventLoop, Inline, Threads, Workers, at_break
 from lightning_rlhf.types import Rollout, Scores
 
 Rows: TypeAlias = list[int]
+
+GIVEN = ("prompts", "completions", "completion_ids", "completion_mask", "turns")
+"""Arguments of a reward function besides the columns of the data; the last two of conversations only."""
 
 NO_REWARD = "there is no reward: set model.reward, or override score() in a subclass of the module"
 
@@ -69,7 +74,9 @@ class Scorer:
         workers: int = 0,
     ) -> None:
         if not isinstance(functions, list | tuple):
-            raise ValueError(f"reward must be a list of functions, got {functions!r}: put it into a list")
+            is_name = isinstance(functions, str) and "/" in functions
+            what = "a reward model is model.reward_model" if is_name else "put it into a list"
+            raise ValueError(f"reward must be a list of functions, got {functions!r}: {what}")
         called = [_function(one) for one in functions]
         if weights is not None and len(weights) != len(functions):
             raise ValueError(f"reward_weights must have one weight per function, {len(functions)}, got {len(weights)}")
@@ -175,9 +182,8 @@ class _Run:
         num_generations: int,
         trainer_state: Any,
     ) -> None:
-        if size and (missing := reward.missing(arguments)):
-            names = f"{missing[0]!r}, which is none of {', '.join(arguments)}"
-            raise RewardError(f"reward {reward.name} asks for {names}")
+        if size:
+            reward.check_columns(arguments)
         self.reward, self.runner, self.timeout = reward, runner, timeout
         self.arguments = {name: values for name, values in arguments.items() if reward.takes(name)}
         self.trainer_state = trainer_state if reward.takes("trainer_state") else None
@@ -286,9 +292,18 @@ class _Run:
         text = str(self._error)
         if not isinstance(self._error, RuntimeError):
             text = f"{type(self._error).__name__}: {text}"
+        text += _place(self._error)
         if "signal only works in main thread" in text or "signal.alarm" in text:
             return f"{text} (functions that use signals need a worker process, or no time limit)"
         return text
+
+
+def _place(error: BaseException | None) -> str:
+    """The line of the reward function from which an error came; nothing for one of this package or of another process."""
+    frames = extract_tb(error.__traceback__) if error else []
+    ours = [i for i, frame in enumerate(frames) if Path(frame.filename).is_relative_to(Path(__file__).parent)]
+    theirs = frames[ours[-1] + 1 :] if ours else []
+    return f" ({Path(theirs[0].filename).name}, line {theirs[0].lineno})" if theirs else ""
 
 
 def _function(one: Callable[..., Any] | str) -> Callable[..., Any]:
@@ -298,8 +313,9 @@ def _function(one: Callable[..., Any] | str) -> Callable[..., Any]:
         try:
             one = resolve_name(one)
         except (ImportError, AttributeError, ValueError) as error:
+            why = "a reward model is model.reward_model" if "/" in str(given) else error
             raise ValueError(
-                f"reward must be a list of functions or their dotted paths, got {given!r}: {error}"
+                f"reward must be a list of functions or their dotted paths, got {given!r}: {why}"
             ) from None
         one = one() if isinstance(one, type) else one
     if isinstance(one, type):

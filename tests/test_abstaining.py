@@ -125,7 +125,8 @@ def test_a_score_of_ones_own_may_abstain(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
 def test_a_run_in_which_nothing_has_a_reward_goes_on(tmp_path: Path) -> None:
-    (row,) = fit(GRPOLightningModule(**TINY_MODULE, reward=[of_none]), tmp_path, 1, num_generations=4)
+    with pytest.warns(UserWarning, match="every reward function abstained"):
+        (row,) = fit(GRPOLightningModule(**TINY_MODULE, reward=[of_none]), tmp_path, 1, num_generations=4)
     assert row["reward/abstained"] == 1.0
     assert row["actor/grad_norm"] == 0.0
     assert row["actor/pg_loss"] == 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -159,6 +160,27 @@ def test_a_reward_that_never_works_ends_the_run_and_an_outage_does_not(tmp_path)
     with pytest.warns(UserWarning, match="16 of 16 responses could not be scored"):
         rows = fit(GRPOLightningModule(**TINY_MODULE, reward=[fails]), tmp_path / "outage", 3)
     assert [row["reward/failures"] for row in rows] == [0.0, 16.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "gives", "said"),
+    [
+        (
+            "score",
+            lambda self, rollout: None,
+            "score() must return a number or None for each of 64 responses, got NoneType",
+        ),
+        ("score", lambda self, rollout: ["a"] * 64, "for each of 64 responses, got a list of which"),
+        ("score", lambda self, rollout: [1.0], "score() must return one reward per response: (64,), got (1,)"),
+        ("compute_advantages", lambda self, e: e.rewards, "both of the shape of experience.mask (64, 6), got (64, 6)"),
+        ("compute_advantages", lambda self, e: (e.rewards.sum(1), e.rewards), "got (64,) and (64, 6)"),
+        ("compute_advantages", lambda self, e: (e.rewards, None), "got (64, 6) and NoneType"),
+    ],
+)
+def test_what_an_override_gives_is_checked(name, gives, said, tmp_path):
+    own = type("Own", (GRPOLightningModule,), {name: gives})
+    with pytest.raises(ValueError, match=re.escape(said)):
+        fit(own(**COMMON), tmp_path, 1, num_generations=4)
 
 
 def test_a_module_without_rollouts_refuses_the_callback():

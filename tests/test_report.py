@@ -53,3 +53,21 @@ def test_lengths_that_are_meant_to_be_full_do_not_warn():
 def test_an_engine_that_is_far_from_the_trainer_warns():
     with pytest.warns(UserWarning, match=r"log-probs differ from the trainer's by 0\.50"):
         Alarms()({"completions/clipped_ratio": 0.0, "rollout/logprob_diff_mean": 0.5}, Sampling())
+
+
+def test_rewards_that_are_all_alike_in_five_iterations_in_a_row_warn():
+    alarms = Alarms()
+    found = {"completions/clipped_ratio": 0.0, "reward/std": 0.0, "reward/mean": 0.25}
+    for _ in range(4):
+        alarms(found, Sampling())
+    alarms(found | {"reward/std": 0.1}, Sampling())  # breaks the row
+    for _ in range(4):
+        alarms(found, Sampling())
+    with pytest.warns(UserWarning, match=r"all responses had the reward 0\.25 in 5 iterations in a row"):
+        alarms(found, Sampling())
+
+
+def test_an_iteration_without_any_opinion_warns():
+    nothing = {"completions/clipped_ratio": 0.0, "reward/abstained": 1.0, "reward/mean": float("nan")}
+    with pytest.warns(UserWarning, match="every reward function abstained"):
+        Alarms()(nothing, Sampling(), 8)

@@ -143,6 +143,21 @@ def test_a_function_gets_only_what_it_names():
     same(Scorer([by_name])(rollout(answer=[1, 10]), ["a"] * 4).total, [1, 2, 30, 40])
 
 
+def test_the_warning_says_where_in_the_function_it_was():
+    def fails(completions):
+        return [float(text) for text in completions]
+
+    line = fails.__code__.co_firstlineno + 1
+    with pytest.warns(UserWarning, match=rf"ValueError: could not convert .* \(test_scoring\.py, line {line}\)"):
+        Scorer([fails])(rollout(), ["a"] * 4)
+
+
+@pytest.mark.parametrize("reward", ["my-team/reward-model", ["my-team/reward-model"]])
+def test_the_name_of_a_reward_model_is_sent_to_its_option(reward):
+    with pytest.raises(ValueError, match=r"got .*: a reward model is model\.reward_model$"):
+        Scorer(reward)
+
+
 def test_an_argument_that_is_no_column_stops_the_run():
     def wants_solution(completions, solution):
         return [1.0] * 4

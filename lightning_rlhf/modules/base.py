@@ -136,7 +136,7 @@ class RLHFLightningModule(PolicyUpdateModule):
             experience = self.gather(rollout, scores)
         same = constant_groups(experience)
         experience = self.evaluate(experience)
-        values, returns = self.compute_advantages(experience)
+        values, returns = checked_advantages(self.compute_advantages(experience), experience.mask)
         experience = replace(experience, advantages=values, returns=returns)
         sampled = experience.mask
         experience = self.correct(experience)
@@ -270,3 +270,20 @@ class RLHFLightningModule(PolicyUpdateModule):
         self.log_reduced(reduced, len(experience))
         self.log("reward", reduced["reward/mean"], prog_bar=True, logger=False, batch_size=len(experience))
         self.alarms(reduced, rollout.sampling, len(experience))
+
+
+def checked_advantages(found: Any, mask: Float[Tensor, "G T"]) -> tuple[Tensor, Tensor]:
+    """What an estimator, or a `compute_advantages` of one's own, gave.
+
+    Raises:
+        ValueError: it is not one advantage, and one return, per token.
+    """
+    pair = found if isinstance(found, tuple) and len(found) == 2 else (found,)
+    shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in pair]
+    if shapes != [tuple(mask.shape)] * 2:
+        got = " and ".join(map(str, shapes))
+        raise ValueError(
+            "model.advantage, or compute_advantages, must give (advantages, returns), both of the shape of experience.mask"
+            f" {tuple(mask.shape)}, got {got}"
+        )
+    return pair  # type: ignore[return-value]

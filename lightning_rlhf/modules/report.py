@@ -84,7 +84,7 @@ class Alarms:
     """Loud warnings about what silently spoils a run, and an end to one in which no reward function ever worked."""
 
     def __init__(self) -> None:
-        self._cut_in_a_row = 0
+        self._cut_in_a_row = self._flat_in_a_row = 0
         self._scored = False
 
     def __call__(self, reduced: dict[str, float], sampling: Sampling, responses: int | None = None) -> None:
@@ -99,6 +99,7 @@ class Alarms:
                 "no response of the first iteration could be scored: mend the reward function that the warning above names, then"
                 " try it with lightning-rlhf rewards"
             )
+        self._look_for_nothing_to_learn(reduced)
         cut = reduced["completions/clipped_ratio"] > 0.5 and not sampling.ignore_eos
         self._cut_in_a_row = self._cut_in_a_row + 1 if cut else 0
         if self._cut_in_a_row == 5:
@@ -110,4 +111,17 @@ class Alarms:
             rank_zero_warn(
                 f"the engine's log-probs differ from the trainer's by {reduced['rollout/logprob_diff_mean']:.2f} on"
                 " average: the weight sync or the sampling settings are wrong, or the engine's precision is too low"
+            )
+
+    def _look_for_nothing_to_learn(self, reduced: dict[str, float]) -> None:
+        if reduced.get("reward/abstained") == 1.0:
+            rank_zero_warn(
+                "every reward function abstained (None or NaN) on every response of an iteration, nothing is learned from it:"
+                " try the functions with lightning-rlhf rewards"
+            )
+        self._flat_in_a_row = self._flat_in_a_row + 1 if reduced.get("reward/std") == 0.0 else 0
+        if self._flat_in_a_row == 5:
+            rank_zero_warn(
+                f"all responses had the reward {reduced['reward/mean']:g} in 5 iterations in a row, which teaches nothing: try"
+                " the reward functions with lightning-rlhf rewards, or take prompts that are easier or harder"
             )

@@ -11,6 +11,7 @@ from jsonargparse.typing import NonNegativeInt
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.modules.critic import Critic
 from lightning_rlhf.modules.frozen_reward import (
     FrozenRewardModel,
@@ -23,7 +24,9 @@ from lightning_rlhf.modules.policy import longest_sequence
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.modules.training import TrainedModule
 from lightning_rlhf.modules.validation import ValidationMetrics
-from lightning_rlhf.scoring import NO_REWARD, Scorer, answers_of
+from lightning_rlhf.options import options_as
+from lightning_rlhf.rewards import RewardError
+from lightning_rlhf.scoring import GIVEN, NO_REWARD, Scorer, answers_of
 from lightning_rlhf.types import Rollout, Scores
 
 RewardFunction = Callable[..., Any]
@@ -69,6 +72,9 @@ class ScoredModule(TrainedModule):
         self.scorer = Scorer(
             [] if reward is None else reward, reward_weights, timeout=reward_timeout, workers=reward_workers
         )
+        reward_model = (
+            None if reward_model is None else options_as(FrozenRewardModel, reward_model, "model.reward_model")
+        )
         if reward_model is not None and "reward_model" in (reward.name for reward in self.scorer.rewards):
             raise ValueError(
                 "model.reward: a function called reward_model has no name of its own beside model.reward_model: rename it"
@@ -94,7 +100,18 @@ class ScoredModule(TrainedModule):
     def check_options(self) -> None:
         if self.score_names == []:
             raise ValueError(NO_REWARD)
+        self._check_columns()
         super().check_options()
+
+    def _check_columns(self) -> None:
+        """Raise RewardError if a function asks for what the data has not, where the data is there and says what it has."""
+        data = self._trainer and getattr(self._trainer, "datamodule", None)
+        if not isinstance(data, PromptDataModule) or self.score_names is None:
+            return
+        tables = [table for table in (data.train_table, *data.val_tables.values()) if table is not None]
+        for table in tables:
+            for reward in self.scorer.rewards:
+                reward.check_columns([*table.columns, *GIVEN])
 
     def check_role(self, name: str, config: Any) -> None:
         if name == "reward_model":
@@ -144,9 +161,7 @@ class ScoredModule(TrainedModule):
         try:
             if self.strategy.sp_rank == 0:
                 value = self.score(rollout)
-                if isinstance(value, Sequence):
-                    value = [math.nan if one is None else one for one in value]
-                result = value if isinstance(value, Scores) else Scores(torch.as_tensor(value, dtype=torch.float32))
+                result = value if isinstance(value, Scores) else Scores(_as_rewards(value, len(rollout)))
                 if result.total.shape != (len(rollout),):
                     got = tuple(result.total.shape)
                     raise ValueError(f"score() must return one reward per response: ({len(rollout)},), got {got}")
@@ -159,7 +174,8 @@ class ScoredModule(TrainedModule):
         if failure is not None:
             raise failure
         if messages:
-            raise RuntimeError(f"score() failed on another rank: {messages[0]}")
+            kind = RewardError if messages[0].startswith(RewardError.__name__) else RuntimeError
+            raise kind(f"score() failed on another rank: {messages[0]}")
         return result
 
     def _ask_reward_model(self, rollout: Rollout) -> dict[str, tuple[Tensor, float]]:
@@ -208,6 +224,22 @@ class ScoredModule(TrainedModule):
             {k: value for metrics in self._validation.values() for k, value in metrics.compute().items()}
         )
         self._validation.clear()
+
+
+def _as_rewards(value: Any, responses: int) -> Tensor:
+    """What a `score` of one's own gave, as numbers.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        values = [math.nan if one is None else one for one in value] if isinstance(value, Sequence) else value
+        return torch.as_tensor(values, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError) as error:
+        got = f"a {type(value).__name__} of which {error}" if isinstance(value, Sequence) else type(value).__name__
+        raise ValueError(
+            f"score() must return a number or None for each of {responses} responses, got {got}"
+        ) from error
 
 
 def rollout_of(batch: dict[str, Any]) -> Rollout:
