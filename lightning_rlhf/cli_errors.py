@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import re
@@ -14,34 +13,38 @@ import lightning.pytorch as pl
 from lightning_rlhf.callbacks.filtering import FilterGroups
 from lightning_rlhf.callbacks.rollout import RolloutCallback
 from lightning_rlhf.data import PromptDataModule
+from lightning_rlhf.modules.correction import Correction
 from lightning_rlhf.modules.dpo import DPOLightningModule
 from lightning_rlhf.modules.frozen_reward import FrozenRewardModel
 from lightning_rlhf.modules.kl import KL
 from lightning_rlhf.modules.ppo import PPOLightningModule
 from lightning_rlhf.modules.reward_model import RewardModelLightningModule
 from lightning_rlhf.modules.settings import LoRA, ModelSettings
+from lightning_rlhf.options import ELSEWHERE, suggestion
+from lightning_rlhf.rollout.turns import Conversation
 from lightning_rlhf.supervised import SFTDataModule, SupervisedDataModule
 from lightning_rlhf.types import Sampling
 
 _GROUPS = ("model", "data", "rollout", "trainer", "seed_everything", "imports", "config", "ckpt_path")
 
-_CLASSES = (
-    ModelSettings,
-    *PPOLightningModule.__mro__[:-1],
-    DPOLightningModule,
-    RewardModelLightningModule,
-    PromptDataModule,
-    SFTDataModule,
-    SupervisedDataModule,
-    RolloutCallback,
-    FilterGroups,
-    Sampling,
-    KL,
-    LoRA,
-    FrozenRewardModel,
-    pl.Trainer,
+_HOMES = (
+    ("rollout.sampling", (Sampling,)),
+    ("model", (ModelSettings, *PPOLightningModule.__mro__[:-1], DPOLightningModule, RewardModelLightningModule)),
+    ("data", (PromptDataModule, SFTDataModule, SupervisedDataModule)),
+    ("rollout", (RolloutCallback,)),
+    ("trainer", (pl.Trainer,)),
+    ("model.kl", (KL,)),
+    ("model.lora", (LoRA,)),
+    ("model.reward_model", (FrozenRewardModel,)),
+    ("model.correction", (Correction,)),
+    ("rollout.filter_groups", (FilterGroups,)),
+    ("rollout.conversation", (Conversation,)),
+    ("rollout.val_sampling", (Sampling,)),
 )
-"""Whose parameters are options."""
+"""Whose parameters are options, and below which key."""
+
+_GROUPS_OF_OPTIONS = [(key, kinds[0]) for key, kinds in _HOMES if key not in _GROUPS]
+"""Keys whose values have no class_path."""
 
 
 def readable(message: str) -> str:
@@ -67,7 +70,9 @@ def readable(message: str) -> str:
             line,
         ):
             reasons.append(line)
-    articles = {"list": f"a list such as [{given}]", "int": "an int"}
+    articles = {"list": f"a list such as [{given}]", "int": "an int", "class path": "a class path"}
+    if (kind := dict(_GROUPS_OF_OPTIONS).get(".".join(keys))) is not None:
+        articles["class path"] = f"options such as {{{next(iter(inspect.signature(kind).parameters))}: …}}"
     kinds = [articles.get(kind, f"a {kind}") for kind in dict.fromkeys(types)]
     expected = f"must be {' or '.join(kinds)}" if kinds else "is not accepted"
     text = " or ".join(dict.fromkeys(reasons)) or f"{expected}, got {given or ' '.join(message.split())}"
@@ -75,15 +80,20 @@ def readable(message: str) -> str:
     if text.startswith("Expected a typing.Literal["):
         text = f"must be one of {' or '.join([text, *kinds])}" + (f", got {given}" if given else "")
     text = text.replace("Expected a typing.Literal", "")
+    text = re.sub(r"""^Unable to load config ['"](.*?)['"].*""", rf"must be {articles['class path']}, got \1", text)
     # of an optional one the value is not in the reason
     value = re.compile(r"Not of type \w+: (\S*) ?does not conform to restriction v")
     text = value.sub(lambda found: f"got {found[1] or given}, must be ", text)
     text = text.replace(">-inf and v<inf", "finite").replace("v<inf", "finite").replace(" and v<", " and <")
-    return ": ".join([".".join(keys), text] if keys else [text]) + _suggestion(text)
+    return ": ".join([".".join(keys), text] if keys else [text]) + _suggestion(text, ".".join(keys))
 
 
-def _suggestion(text: str) -> str:
-    """A known option that looks like the unknown one."""
+def _suggestion(text: str, place: str) -> str:
+    """What may have been meant by an unknown option: one of its name elsewhere, one of another library, one that looks like it.
+
+    Args:
+        place: key below which it was given, if it is not part of its name.
+    """
     unknown = re.search(
         r"(?:Option|Group '.*' does not accept option) '([^']+)'|unrecognized arguments: --(\S+)|not accept option '([^']+)'",
         text,
@@ -91,12 +101,21 @@ def _suggestion(text: str) -> str:
     if unknown is None:
         return ""
     whole = (unknown[1] or unknown[2] or unknown[3]).split("=")[0]
-    if not unknown[1] and whole.partition(".")[0] not in _GROUPS:
-        close = difflib.get_close_matches(whole.partition(".")[0], _GROUPS, 1, 0.6)
-        return f", did you mean {close[0]!r}?" if close else ""
-    known = {name for c in _CLASSES for name in inspect.signature(c).parameters}
-    close = difflib.get_close_matches(whole.rpartition(".")[2], known, 1, 0.6)
-    return f", did you mean {close[0]!r}?" if close else ""
+    group, name = whole.partition(".")[0], whole.rpartition(".")[2]
+    if not unknown[1] and group not in _GROUPS and (close := suggestion(group, _GROUPS)):
+        return close
+    if name in ELSEWHERE:
+        return suggestion(name, ())
+    options = [
+        (key, kind, option) for key, kinds in _HOMES for kind in kinds for option in inspect.signature(kind).parameters
+    ]
+    for key, kind, option in options:
+        if option == name and (key, unknown[1]) == (place, name):
+            return f", it is one of {kind.__name__}"
+        if option == name:
+            return f", did you mean {f'{key}.{name}'!r}?"
+    near = {option for key, _, option in options if key == place or not text.startswith("Option")}
+    return suggestion(name, near) if unknown[1] or group in _GROUPS else ""
 
 
 def fail(message: str, code: int = 1, *, own: bool = False) -> NoReturn:

@@ -140,7 +140,25 @@ MISTAKES = {
     "--rollout.samplin.n=2": "unrecognized arguments",
     "--config=no.yaml": "no.yaml",
     "--ckpt_path=/no/such/checkpoint": "/no/such/checkpoint",
+    f"--ckpt_path={__file__}": "is no checkpoint of this package: those are folders with a meta.pt",
+    "--lr=1": "unrecognized arguments: --lr=1, did you mean 'model.lr'?",
+    "--learning_rate=1": "unrecognized arguments: --learning_rate=1, did you mean 'model.lr'?",
+    "--rollout.num_generations=8": "did you mean 'rollout.sampling.num_generations'?",
+    "--model.beta=0.1": "model: Option 'beta' is not accepted, did you mean 'model.kl.coef'?",
+    "--model.kl=0.1": "model.kl: must be options such as {coef: …}, got 0.1",
+    "--model.lora=true": "model.lora: must be options such as {r: …}, got True",
+    "--rollout.filter_groups=true": "rollout.filter_groups: must be options such as {metric: …}, got True",
+    "--model.reward=[test_cli.wants_a_solution]": "reward wants_a_solution asks for 'solution', which is none of answer,",
+    "--model.reward=[test_cli.one_number]": "reward one_number must return a list with one number per response, 32, got float",
 }
+
+
+def wants_a_solution(completions, solution):
+    return [1.0] * len(completions)
+
+
+def one_number(completions, **columns):
+    return 1.0
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -154,6 +172,19 @@ def test_a_mistake_ends_in_one_line_that_says_what_to_change(mistake, capfd, mon
     assert lines[0].startswith("lightning-rlhf: error: ")
     assert MISTAKES[mistake] in lines[0]
     assert len(lines[0]) < 400
+
+
+def test_an_option_of_another_class_is_told_by_its_class(capfd):
+    with pytest.raises(SystemExit):
+        main([*GRPO, "--model.critic_lr=1"])
+    assert "model: Option 'critic_lr' is not accepted, it is one of PPOLightningModule" in capfd.readouterr().err
+
+
+def test_a_missing_column_is_told_before_models_are_loaded(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main([*GRPO, *QUIET, "--model.reward=[test_cli.wants_a_solution]"])
+    assert "packed neighbours" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

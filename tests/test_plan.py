@@ -213,6 +213,12 @@ CHECKS = {
         "error",
         "rollout.engine.tensor_parallel_size=8 must divide the 28 attention heads: take 4",
     ),
+    "one response to a prompt": (
+        {"compares": "grpo", "num_generations": 1},
+        "note",
+        "model.advantage: grpo compares the responses to a prompt with each other, and there is only one: set"
+        " rollout.sampling.num_generations to 2 or more",
+    ),
     "soft-capping": (
         {"config": MODELS["gemma2"]},
         "error",

@@ -59,12 +59,14 @@ def plan_of(trainer: pl.Trainer, module: RLHFLightningModule, rollout: RolloutCa
 
 
 def checked_run(trainer: pl.Trainer, module: RLHFLightningModule, rollout: RolloutCallback) -> Run:
-    """`run_of`, or ValueError if something cannot work; what only costs warns."""
+    """`run_of`, or ValueError if something cannot work; what only costs warns, what may not be meant is logged."""
+    module.check_options()
     run = run_of(trainer, module, rollout)
     for problem in problems(run):
         if problem.kind == "error":
             raise ValueError(problem.message)
-        rank_zero_warn(problem.message)
+        tell = rank_zero_info if problem.kind == "note" else rank_zero_warn
+        tell(problem.message)
     limit = module.check_models()
     if run.prompt_length and run.context > limit:
         raise ValueError(too_long(run, limit))

@@ -12,6 +12,7 @@ from jsonargparse.typing import PositiveInt
 
 from lightning_rlhf.hf_config import load_config
 from lightning_rlhf.kernels import check_kernel
+from lightning_rlhf.options import options_as
 from lightning_rlhf.paths import local_path
 from lightning_rlhf.tiny import TINY
 
@@ -143,6 +144,14 @@ class ModelSettings:
     freeze_vision: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, str | Path):
+            raise ValueError(
+                f"{self.key} must be a folder or hub id, got a {type(self.model).__name__}: save_pretrained it, with its"
+                " tokenizer, and name the folder"
+            )
+        object.__setattr__(self, "model", str(self.model))
+        if self.lora is not None:
+            object.__setattr__(self, "lora", options_as(LoRA, self.lora, "model.lora"))
         check_kernel(self.attention)
         if self.recomputed not in get_args(Recomputed):
             raise ValueError(

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from lightning_rlhf.modules.policy import Policy
 from lightning_rlhf.modules.roles import ModelRoles
 from lightning_rlhf.modules.schedules import Schedule, warmup_schedule
 from lightning_rlhf.modules.settings import ModelSettings
+from lightning_rlhf.options import parameters_of, suggestion
 from lightning_rlhf.packing import attention_cost
 from lightning_rlhf.phases import Phases
 
@@ -67,7 +69,17 @@ class TrainedModule(ModelRoles):
         max_skipped_steps: PositiveInt = 10,
         **kwargs: Any,
     ) -> None:
-        super().__init__(ModelSettings(model, **kwargs), lr)
+        try:
+            settings = ModelSettings(model, **kwargs)
+        except TypeError as error:
+            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if unknown is None:
+                raise
+            known = parameters_of(type(self)) | parameters_of(ModelSettings)
+            raise TypeError(
+                f"{type(self).__name__} has no option {unknown[1]!r}{suggestion(unknown[1], known)}"
+            ) from None
+        super().__init__(settings, lr)
         self.automatic_optimization = False
         self.micro_batch_tokens, self.optimizer = micro_batch_tokens, optimizer
         self.lr_schedule, self.warmup_steps, self.min_lr_ratio = lr_schedule, warmup_steps, min_lr_ratio
@@ -90,9 +102,9 @@ class TrainedModule(ModelRoles):
         """
         groups = []
         for role, rate in self.learning_rates.items():
-            if not 0.0 < rate < math.inf:
+            if not isinstance(rate, float | int) or not 0.0 < rate < math.inf:
                 name = "model.critic_lr" if role == "critic" else "model.lr"
-                raise ValueError(f"{name} must be above 0 and finite, got {rate}")
+                raise ValueError(f"{name} must be above 0 and finite, got {rate!r}")
             groups.append({"params": [nn.Parameter(torch.zeros(1, 1))], "lr": rate, "role": role})
         try:
             made = self.optimizer(groups)

@@ -17,15 +17,15 @@ from lightning_rlhf.ulysses import check_packable, head_plan
 
 @dataclass(frozen=True)
 class Problem:
-    """An error ends the run, a warning says what it will cost; ``message`` is one line."""
+    """An error ends the run, a warning says what it will cost, a note what may not be meant; ``message`` is one line."""
 
-    kind: Literal["error", "warning"]
+    kind: Literal["error", "note", "warning"]
     message: str
 
 
 def problems(run: Run) -> list[Problem]:
     """All that is wrong with a run, errors first."""
-    checks = (meshes, attention, heads, lengths, batches, engine, off_policy, rounding)
+    checks = (meshes, attention, heads, lengths, batches, groups, engine, off_policy, rounding)
     found = [problem for check in checks for problem in check(run)]
     return sorted(found, key=lambda problem: problem.kind)  # stable
 
@@ -100,6 +100,16 @@ def batches(run: Run) -> Iterator[Problem]:
             "warning",
             f"an optimizer step has {responses // run.mini_batches} responses for {run.data_ranks} data ranks, some"
             " compute nothing in it: lower model.mini_batches or raise data.batch_size",
+        )
+
+
+def groups(run: Run) -> Iterator[Problem]:
+    """What is compared within a group needs a second response in it."""
+    if run.compares and run.num_generations == 1:
+        yield Problem(
+            "note",
+            f"model.advantage: {run.compares} compares the responses to a prompt with each other, and there is only one: set"
+            " rollout.sampling.num_generations to 2 or more",
         )
 
 

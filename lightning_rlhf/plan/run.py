@@ -53,6 +53,7 @@ class Run:
         replayable: see `Sampling.replayable`, of training responses.
         async_save: checkpoints are written from a copy of the state in host memory.
         turns: most of a response.
+        compares: the advantage estimator that compares the responses to a prompt with each other, by name.
     """
 
     world_size: int
@@ -79,6 +80,7 @@ class Run:
     replayable: bool = True
     async_save: bool = False
     turns: int = 1
+    compares: str | None = None
 
     @property
     def sequence_ranks(self) -> int:
@@ -214,6 +216,7 @@ def read_run(
         corrected=module.correction is not None,
         replayable=rollout.sampling.replayable,
         turns=1 if rollout.conversation is None else rollout.conversation.max_turns,
+        compares=module.advantage_function.__name__ if "groups" in module.estimator_takes else None,
         async_save=any(getattr(callback, "async_save", False) for callback in callbacks),
     )
 

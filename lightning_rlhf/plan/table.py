@@ -100,7 +100,7 @@ def _details(plan: Plan) -> dict[str, str]:
 
 def _remarks(plan: Plan) -> list[Text]:
     notes = [Text(f"note: {note}", style="dim") for note in plan.notes]
-    styles = {"error": "red", "warning": "yellow"}
+    styles = {"note": "bold", "error": "red", "warning": "yellow"}
     return notes + [Text(f"{problem.kind}: {problem.message}", style=styles[problem.kind]) for problem in plan.problems]
 
 
