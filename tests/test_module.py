@@ -183,6 +183,22 @@ def test_what_an_override_gives_is_checked(name, gives, said, tmp_path):
         fit(own(**COMMON), tmp_path, 1, num_generations=4)
 
 
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_a_resumed_run_has_the_rate_that_it_is_given(schedule, tmp_path):
+    def rates(folder, new, ckpt_path=None):
+        module = PPOLightningModule(**COMMON | {"lr": 1e-3, "critic_lr": 1e-2, "lr_schedule": schedule} | new)
+        saver = IterationCheckpoint(dirpath=str(tmp_path / folder), every_n_train_steps=2, save_top_k=-1)
+        rows = fit(module, tmp_path / folder, 4, callbacks=[saver], ckpt_path=ckpt_path)
+        return [(row["actor/lr"], row["critic/lr"]) for row in rows]
+
+    whole = rates("whole", {})
+    saved = str(tmp_path / "whole" / "iteration-000002.ckpt")
+    assert rates("same", {}, saved) == whole[2:]
+    changed = rates("other", {"lr": 1e-4}, saved)
+    assert [actor for actor, _ in changed] == pytest.approx([actor / 10 for actor, _ in whole[2:]])
+    assert [critic for _, critic in changed] == [critic for _, critic in whole[2:]]
+
+
 def test_a_module_without_rollouts_refuses_the_callback():
     with pytest.raises(TypeError, match="SFTLightningModule draws no responses: leave RolloutCallback out"):
         quiet_trainer(RolloutCallback(), max_steps=1).fit(

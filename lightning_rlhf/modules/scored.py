@@ -200,6 +200,7 @@ class ScoredModule(TrainedModule):
 
     def on_train_start(self) -> None:
         """Validation before training; here every callback has begun, the module's hook being the last."""
+        super().on_train_start()
         trainer = self.trainer
         if not self.val_before_train or trainer.global_step:
             return

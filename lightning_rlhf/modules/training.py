@@ -16,6 +16,7 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveInt
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_rlhf.flops import Passes, dims_of, frozen
@@ -88,6 +89,7 @@ class TrainedModule(ModelRoles):
         self.lengths: list[int] = []
         self.packing: dict[str, int] = {}
         self._skipped_in_a_row = 0
+        self._given_rates: list[list[float]] = []
         self._logged: set[str] = set()
 
     def check_models(self) -> int:
@@ -123,6 +125,24 @@ class TrainedModule(ModelRoles):
         iterations = 1 if total == float("inf") else int(total)
         scheduler = warmup_schedule(optimizer, self.lr_schedule, self.warmup_steps, iterations, self.min_lr_ratio)
         return [optimizer], [scheduler]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self._given_rates = [list(config.scheduler.base_lrs) for config in self.trainer.lr_scheduler_configs]
+
+    def on_train_start(self) -> None:
+        """The rates of a resumed run are those that it is given; what was restored are its checkpoint's."""
+        for config, rates in zip(self.trainer.lr_scheduler_configs, self._given_rates, strict=False):
+            scheduler = config.scheduler
+            for group, rate, then in zip(scheduler.optimizer.param_groups, rates, scheduler.base_lrs, strict=True):
+                if rate != then:
+                    rank_zero_info(
+                        f"{group.get('role', 'learning')} rate: {then:g} in the checkpoint, {rate:g} from here on"
+                    )
+                    group["lr"] *= rate / then
+                    group["initial_lr"] = rate
+            scheduler.base_lrs = rates
+        self._given_rates = []
 
     def step_optimizer(self, metrics: Metrics, last: bool) -> None:
         """Clip and check each role, then step once; a role without a finite norm keeps its weights and is counted."""
