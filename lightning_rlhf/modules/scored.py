@@ -11,7 +11,6 @@ from jsonargparse.typing import NonNegativeInt
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_rlhf.data import PromptDataModule
 from lightning_rlhf.modules.critic import Critic
 from lightning_rlhf.modules.frozen_reward import (
     FrozenRewardModel,
@@ -106,9 +105,10 @@ class ScoredModule(TrainedModule):
     def _check_columns(self) -> None:
         """Raise RewardError if a function asks for what the data has not, where the data is there and says what it has."""
         data = self._trainer and getattr(self._trainer, "datamodule", None)
-        if not isinstance(data, PromptDataModule) or self.score_names is None:
+        if self.score_names is None:
             return
-        tables = [table for table in (data.train_table, *data.val_tables.values()) if table is not None]
+        found = (getattr(data, "train_table", None), *getattr(data, "val_tables", {}).values())
+        tables = [table for table in found if table is not None]
         for table in tables:
             for reward in self.scorer.rewards:
                 reward.check_columns([*table.columns, *GIVEN])

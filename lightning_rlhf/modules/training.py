@@ -128,7 +128,9 @@ class TrainedModule(ModelRoles):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        self._given_rates = [list(config.scheduler.base_lrs) for config in self.trainer.lr_scheduler_configs]
+        self._given_rates = [
+            [float(rate) for rate in config.scheduler.base_lrs] for config in self.trainer.lr_scheduler_configs
+        ]
 
     def on_train_start(self) -> None:
         """The rates of a resumed run are those that it is given; what was restored are its checkpoint's."""
@@ -141,7 +143,7 @@ class TrainedModule(ModelRoles):
                     )
                     group["lr"] *= rate / then
                     group["initial_lr"] = rate
-            scheduler.base_lrs = rates
+            scheduler.base_lrs = [*rates]
         self._given_rates = []
 
     def step_optimizer(self, metrics: Metrics, last: bool) -> None:
