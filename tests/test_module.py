@@ -197,6 +197,25 @@ def test_a_resumed_run_has_the_rate_that_it_is_given(schedule, tmp_path):
     changed = rates("other", {"lr": 1e-4}, saved)
     assert [actor for actor, _ in changed] == pytest.approx([actor / 10 for actor, _ in whole[2:]])
     assert [critic for _, critic in changed] == [critic for _, critic in whole[2:]]
+    assert rates("longer", {"warmup_steps": 5}, saved)[0] == pytest.approx(
+        (1e-3 * 4 / 5, 1e-2 * 4 / 5)
+    )  # of the next one
+
+
+def test_a_schedule_of_ones_own_is_resumed_as_it_was(tmp_path):
+    class Own(PPOLightningModule):
+        def configure_optimizers(self):
+            [optimizer], _ = super().configure_optimizers()
+            halves = [torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 9) for _ in range(2)]
+            return [optimizer], [torch.optim.lr_scheduler.SequentialLR(optimizer, halves, [3])]
+
+    def run(folder, ckpt_path=None):
+        saver = IterationCheckpoint(dirpath=str(tmp_path / folder), every_n_train_steps=2, save_top_k=-1)
+        return fit(Own(**COMMON), tmp_path / folder, 4, callbacks=[saver], ckpt_path=ckpt_path)
+
+    whole = run("whole")
+    rest = run("rest", str(tmp_path / "whole" / "iteration-000002.ckpt"))
+    assert [row["actor/lr"] for row in rest] == [row["actor/lr"] for row in whole[2:]]
 
 
 def test_a_module_without_rollouts_refuses_the_callback():

@@ -18,6 +18,7 @@ from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_rlhf.flops import Passes, dims_of, frozen
 from lightning_rlhf.modules.adamw import ShardedAdamW
@@ -128,23 +129,24 @@ class TrainedModule(ModelRoles):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        self._given_rates = [
-            [float(rate) for rate in config.scheduler.base_lrs] for config in self.trainer.lr_scheduler_configs
-        ]
+        self._given_rates = [[float(rate) for rate in schedule.base_lrs] for schedule in self._schedules()]
 
     def on_train_start(self) -> None:
         """The rates of a resumed run are those that it is given; what was restored are its checkpoint's."""
-        for config, rates in zip(self.trainer.lr_scheduler_configs, self._given_rates, strict=False):
-            scheduler = config.scheduler
-            for group, rate, then in zip(scheduler.optimizer.param_groups, rates, scheduler.base_lrs, strict=True):
+        for schedule, rates in zip(self._schedules(), self._given_rates, strict=False):
+            groups = schedule.optimizer.param_groups
+            for group, rate, factor, then in zip(groups, rates, schedule.lr_lambdas, schedule.base_lrs, strict=True):
                 if rate != then:
-                    rank_zero_info(
-                        f"{group.get('role', 'learning')} rate: {then:g} in the checkpoint, {rate:g} from here on"
-                    )
-                    group["lr"] *= rate / then
-                    group["initial_lr"] = rate
-            scheduler.base_lrs = [*rates]
+                    role = group.get("role", "learning")
+                    rank_zero_info(f"{role} rate: {then:g} in the checkpoint, {rate:g} from here on")
+                group |= {"lr": rate * factor(schedule.last_epoch), "initial_lr": rate}
+            schedule.base_lrs = [*rates]
         self._given_rates = []
+
+    def _schedules(self) -> list[LambdaLR]:
+        """Factors on rates; schedules of another kind, by a `configure_optimizers` of one's own, are restored as they were."""
+        schedules = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return [schedule for schedule in schedules if isinstance(schedule, LambdaLR)]
 
     def step_optimizer(self, metrics: Metrics, last: bool) -> None:
         """Clip and check each role, then step once; a role without a finite norm keeps its weights and is counted."""
