@@ -116,6 +116,15 @@ def test_the_iteration_is_saved_once_whatever_is_kept(tmp_path, save, monkeypatc
     assert len(saved) == len(set(saved))
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C is heard, also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(("iteration", "saved"), [(1, "nothing"), (3, "{}/checkpoints/iteration-000002.ckpt")])
 def test_ctrl_c_says_what_is_saved(iteration, saved, tmp_path, capfd):
     with pytest.raises(SystemExit):
@@ -124,21 +133,19 @@ def test_ctrl_c_says_what_is_saved(iteration, saved, tmp_path, capfd):
     assert expected in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_later_run_of_the_process_can_be_interrupted_too(tmp_path):
     before = signal.getsignal(signal.SIGINT)
-    try:
-        with pytest.raises(SystemExit):
-            a_run(tmp_path, Told(1, signal.SIGINT))
-        assert signal.getsignal(signal.SIGINT) is before
-        trainer = pl.Trainer(barebones=True)
-        trainer.state.fn = TrainerFn.VALIDATING
-        trainer._signal_connector.register_signal_handlers()
-        Preemption().on_validation_start(trainer, pl.LightningModule())
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does
-        trainer._teardown()
-        assert signal.getsignal(signal.SIGINT) is before
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(SystemExit):
+        a_run(tmp_path, Told(1, signal.SIGINT))
+    assert signal.getsignal(signal.SIGINT) is before
+    trainer = pl.Trainer(barebones=True)
+    trainer.state.fn = TrainerFn.VALIDATING
+    trainer._signal_connector.register_signal_handlers()
+    Preemption().on_validation_start(trainer, pl.LightningModule())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does
+    trainer._teardown()
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_run_that_ends_anyway_ends_as_ever(tmp_path):

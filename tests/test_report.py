@@ -55,15 +55,15 @@ def test_an_engine_that_is_far_from_the_trainer_warns():
         Alarms()({"completions/clipped_ratio": 0.0, "rollout/logprob_diff_mean": 0.5}, Sampling())
 
 
-def test_rewards_that_are_all_alike_in_five_iterations_in_a_row_warn():
-    alarms = Alarms()
+def test_rewards_that_are_all_alike_from_the_beginning_warn():
     found = {"completions/clipped_ratio": 0.0, "reward/std": 0.0, "reward/mean": 0.25}
+    solved, alarms = Alarms(), Alarms()
+    solved(found | {"reward/std": 0.1}, Sampling())
+    for _ in range(9):  # every response is right in the end
+        solved(found, Sampling())
     for _ in range(4):
         alarms(found, Sampling())
-    alarms(found | {"reward/std": 0.1}, Sampling())  # breaks the row
-    for _ in range(4):
-        alarms(found, Sampling())
-    with pytest.warns(UserWarning, match=r"all responses had the reward 0\.25 in 5 iterations in a row"):
+    with pytest.warns(UserWarning, match=r"all responses of the first 5 iterations had the reward 0\.25"):
         alarms(found, Sampling())
 
 

@@ -84,8 +84,8 @@ class Alarms:
     """Loud warnings about what silently spoils a run, and an end to one in which no reward function ever worked."""
 
     def __init__(self) -> None:
-        self._cut_in_a_row = self._flat_in_a_row = 0
-        self._scored = False
+        self._cut_in_a_row = self._flat = 0
+        self._scored = self._varied = False
 
     def __call__(self, reduced: dict[str, float], sampling: Sampling, responses: int | None = None) -> None:
         """Look at one iteration's metrics.
@@ -119,9 +119,10 @@ class Alarms:
                 "every reward function abstained (None or NaN) on every response of an iteration, nothing is learned from it:"
                 " try the functions with lightning-rlhf rewards"
             )
-        self._flat_in_a_row = self._flat_in_a_row + 1 if reduced.get("reward/std") == 0.0 else 0
-        if self._flat_in_a_row == 5:
+        alike = reduced.get("reward/std") == 0.0
+        self._flat, self._varied = self._flat + alike, self._varied or not alike
+        if self._flat == 5 and not self._varied:
             rank_zero_warn(
-                f"all responses had the reward {reduced['reward/mean']:g} in 5 iterations in a row, which teaches nothing: try"
+                f"all responses of the first 5 iterations had the reward {reduced['reward/mean']:g}, which teaches nothing: try"
                 " the reward functions with lightning-rlhf rewards, or take prompts that are easier or harder"
             )
