@@ -66,6 +66,11 @@ def options_as(kind: type[T], given: Any, key: str) -> T:
     return kind(**given)
 
 
+def optional_options(kind: type[T], given: Any, key: str) -> T | None:
+    """`options_as`, where None, which leaves something out, is allowed."""
+    return None if given is None else options_as(kind, given, key)
+
+
 def suggestion(name: str, known: Collection[str]) -> str:
     """What is meant by an unknown name, as the end of a sentence; nothing if no other looks like it."""
     if name in ELSEWHERE:

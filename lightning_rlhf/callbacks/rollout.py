@@ -26,7 +26,7 @@ from lightning_rlhf.callbacks.faults import agreed
 from lightning_rlhf.callbacks.filtering import FilterGroups, Rounds
 from lightning_rlhf.callbacks.planning import checked_run, choose_plan, engine_setup
 from lightning_rlhf.callbacks.rollout_steps import RolloutSteps
-from lightning_rlhf.options import options_as
+from lightning_rlhf.options import optional_options, options_as
 from lightning_rlhf.plan import Plan
 from lightning_rlhf.plan.ladder import Ladder, Switch
 from lightning_rlhf.rollout.engine import RolloutEngine
@@ -95,10 +95,8 @@ class RolloutCallback(pl.Callback):
         self.engine = engine or TransformersEngine()
         self.sampling = sampling
         self.val_sampling = options_as(Sampling, val_sampling or sampling.greedy, "rollout.val_sampling")
-        if filter_groups is not None:
-            filter_groups = options_as(FilterGroups, filter_groups, "rollout.filter_groups")
-        if conversation is not None:
-            conversation = options_as(Conversation, conversation, "rollout.conversation")
+        filter_groups = optional_options(FilterGroups, filter_groups, "rollout.filter_groups")
+        conversation = optional_options(Conversation, conversation, "rollout.conversation")
         if async_level and (sleep_level not in ("auto", 0) or True in (offload_optimizer, offload_parameters)):
             raise ValueError(
                 "rollout.async_level: 1 keeps the engine awake beside the trainer: leave out sleep_level, offload_optimizer and"

@@ -34,7 +34,7 @@ from lightning_rlhf.modules.policy import Policy
 from lightning_rlhf.modules.report import add_importance, add_mismatch
 from lightning_rlhf.modules.scored import ScoredModule
 from lightning_rlhf.modules.training import passes_of
-from lightning_rlhf.options import options_as
+from lightning_rlhf.options import optional_options, options_as
 from lightning_rlhf.packing import Packed
 from lightning_rlhf.types import Experience, derive_seed
 
@@ -91,7 +91,7 @@ class PolicyUpdateModule(ScoredModule):
     ) -> None:
         super().__init__(model, **kwargs)
         kl = options_as(KL, kl, "model.kl")
-        correction = None if correction is None else options_as(Correction, correction, "model.correction")
+        correction = optional_options(Correction, correction, "model.correction")
         self.kl, self.kl_coef = kl, kl.coef
         self.loss_function = function_named(loss, losses, "model.loss")
         self.select_function = SELECTIONS.get(self.loss_function)

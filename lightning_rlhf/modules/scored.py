@@ -23,7 +23,7 @@ from lightning_rlhf.modules.policy import longest_sequence
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.modules.training import TrainedModule
 from lightning_rlhf.modules.validation import ValidationMetrics
-from lightning_rlhf.options import options_as
+from lightning_rlhf.options import optional_options
 from lightning_rlhf.rewards import RewardError
 from lightning_rlhf.scoring import GIVEN, NO_REWARD, Scorer, answers_of
 from lightning_rlhf.types import Rollout, Scores
@@ -71,9 +71,7 @@ class ScoredModule(TrainedModule):
         self.scorer = Scorer(
             [] if reward is None else reward, reward_weights, timeout=reward_timeout, workers=reward_workers
         )
-        reward_model = (
-            None if reward_model is None else options_as(FrozenRewardModel, reward_model, "model.reward_model")
-        )
+        reward_model = optional_options(FrozenRewardModel, reward_model, "model.reward_model")
         if reward_model is not None and "reward_model" in (reward.name for reward in self.scorer.rewards):
             raise ValueError(
                 "model.reward: a function called reward_model has no name of its own beside model.reward_model: rename it"

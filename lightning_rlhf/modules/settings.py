@@ -12,7 +12,7 @@ from jsonargparse.typing import PositiveInt
 
 from lightning_rlhf.hf_config import load_config
 from lightning_rlhf.kernels import check_kernel
-from lightning_rlhf.options import options_as
+from lightning_rlhf.options import optional_options
 from lightning_rlhf.paths import local_path
 from lightning_rlhf.tiny import TINY
 
@@ -150,8 +150,7 @@ class ModelSettings:
                 " tokenizer, and name the folder"
             )
         object.__setattr__(self, "model", str(self.model))
-        if self.lora is not None:
-            object.__setattr__(self, "lora", options_as(LoRA, self.lora, "model.lora"))
+        object.__setattr__(self, "lora", optional_options(LoRA, self.lora, "model.lora"))
         check_kernel(self.attention)
         if self.recomputed not in get_args(Recomputed):
             raise ValueError(
