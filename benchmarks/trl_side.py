@@ -49,8 +49,8 @@ from lightning_rlhf.phases import Phases
 class Clock(TrainerCallback):
     """Rows of seconds per optimizer step, as `Throughput` logs them: a step lasts from the end of one to the end of the next."""
 
-    def __init__(self) -> None:
-        self.phases = Phases()
+    def __init__(self, file: Path) -> None:
+        self.phases, self.file = Phases(), file
         self.rows: list[dict[str, float]] = []
         self.since = self.updating = self.started = 0.0
         self.tokens = 0
@@ -67,6 +67,12 @@ class Clock(TrainerCallback):
         tokens = int(state.num_input_tokens_seen)
         self.rows.append({"step": now - self.since, "tokens": tokens - self.tokens, **self.phases.take()})
         self.since, self.tokens = now, tokens
+
+    def save(self) -> None:
+        """Write what was timed so far: a run that is cut keeps its steps."""
+        self.file.write_text(
+            json.dumps({"version": trl.__version__, "started": self.started, "rows": self.rows}, indent=1)
+        )
 
     @staticmethod
     def now() -> float:
@@ -150,6 +156,8 @@ class TimedGRPOTrainer(GRPOTrainer):
         if "grad_norm" in logs:  # after each optimizer step
             self.clock.rows[-1] |= {"loss": float(self.loss), "grad_norm": float(logs["grad_norm"])}
             self.loss = 0.0
+            if self.accelerator.is_main_process:
+                self.clock.save()
         super().log(logs, *args, **kwargs)
 
 
@@ -200,7 +208,7 @@ def replayed(file: str, tokenizer: Any) -> Callable[..., Any]:
 
 def main(file: str) -> None:
     spec = json.loads(Path(file).read_text())
-    tokenizer, clock = AutoTokenizer.from_pretrained(spec["model"]), Clock()
+    tokenizer, clock = AutoTokenizer.from_pretrained(spec["model"]), Clock(Path(spec["folder"]) / "rows.json")
     trainer = TimedGRPOTrainer(
         clock,
         Lengths.parse(spec["lengths"]) if spec["lengths"] else None,
@@ -212,9 +220,6 @@ def main(file: str) -> None:
         rollout_func=replayed(spec["recorded"], tokenizer) if spec["recorded"] else None,
     )
     trainer.train()
-    if trainer.accelerator.is_main_process:
-        result = {"version": trl.__version__, "started": clock.started, "rows": clock.rows}
-        (Path(spec["folder"]) / "rows.json").write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
