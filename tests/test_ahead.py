@@ -16,7 +16,7 @@ from test_plan import run_of
 from toys import TINY_MODULE, even_tokens, fit
 
 import lightning_rlhf.callbacks.ahead as ahead_module
-from lightning_rlhf import FSDPUlyssesStrategy, GRPOLightningModule, RolloutCallback, Sampling
+from lightning_rlhf import FSDPUlyssesStrategy, GRPOLightningModule, IterationCheckpoint, RolloutCallback, Sampling
 from lightning_rlhf.callbacks.ahead import Ahead
 from lightning_rlhf.modules.correction import Correction
 from lightning_rlhf.plan.checks import problems
@@ -199,6 +199,50 @@ def test_a_failure_beside_the_update_ends_the_run_and_frees_the_engine(tmp_path)
     settings = r"lower rollout\.engine\.batch_size, set rollout\.async_level: 0 or shard over more trainer\.devices"
     with pytest.raises(torch.OutOfMemoryError, match=rf"^generate of iteration 2 ran out of .* {settings}$"):
         run(tmp_path / "b", engine=full)
+
+
+def test_the_checkpoint_that_is_due_is_written_before_a_failure_beside_the_update_is_raised(tmp_path):
+    keep = IterationCheckpoint(tmp_path / "kept", every_n_train_steps=1)
+    with pytest.raises(ValueError, match="out of blocks"):
+        run(tmp_path / "a", engine=Watched(fails_at=2), callbacks=[keep])
+    assert [path.name for path in (tmp_path / "kept").iterdir() if path.suffix == ".ckpt"] == ["iteration-000002.ckpt"]
+    engine = Watched()
+    again = IterationCheckpoint(tmp_path / "kept", every_n_train_steps=1)
+    rows, _ = run(tmp_path / "b", engine=engine, ckpt_path=keep.best_model_path, callbacks=[again])
+    assert engine.threads == ["MainThread", "generate ahead"]
+    assert [row.get("rollout/staleness") for row in rows] == [None, 1.0]
+
+
+@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log", "ignore:more than half of the responses")
+def test_so_is_one_that_waits_for_a_metric_of_the_validation(tmp_path):
+    keep = IterationCheckpoint(
+        tmp_path / "kept", "{step}", 1, monitor="val/heldout/reward", mode="max", save_last=False
+    )
+    rollout = RolloutCallback(Watched(fails_at=3), Sampling(num_generations=2, max_completion_length=4), async_level=1)
+    options = {"max_epochs": 1, "val_check_interval": 1, "num_sanity_val_steps": 0}
+    data = toys.PromptDataModule(path="toys.prompts", batch_size=8, val_size=8)
+    with pytest.raises(ValueError, match="out of blocks"):
+        toys.quiet_trainer(rollout, keep, **options).fit(module(), datamodule=data)
+    assert {path.name for path in (tmp_path / "kept").iterdir()} - {"manifest.json"} == {"1.ckpt", "last.ckpt"}
+
+
+def failed_on_the_second(rank: int, folder: str) -> str:
+    """The error of a run whose generation for iteration 3 fails on the second of two ranks."""
+    engine = Watched(fails_at=2 if rank else -1)
+    rollout = RolloutCallback(engine, Sampling(num_generations=2, max_completion_length=4), async_level=1)
+    keep = IterationCheckpoint(folder, every_n_train_steps=1)
+    data = toys.PromptDataModule(path="toys.prompts", batch_size=8)
+    with pytest.raises(Exception) as caught:  # noqa: PT011 (of each its own)
+        toys.quiet_trainer(rollout, keep, devices=2, max_steps=4).fit(module(), datamodule=data)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:more than half of the responses")
+def test_a_failure_beside_the_update_of_one_rank_is_raised_on_both_when_the_checkpoint_is_written(tmp_path):
+    said = "generate of iteration 2 failed on rank 1: ValueError: out of blocks"
+    assert toys.spawn(failed_on_the_second, 2, str(tmp_path)) == [said, "out of blocks"]
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".ckpt"] == ["iteration-000002.ckpt"]
 
 
 def test_a_failing_update_waits_for_the_engine_before_it_closes_it_and_says_so(tmp_path, caplog):

@@ -46,6 +46,8 @@ class Ahead:
         """That the responses are for, -1 without any; equal on every rank."""
         self.seconds = 0.0
         """That the last generation took, beside or not."""
+        self.failure: Exception | None = None
+        """Of the generation, on this rank or another."""
 
     def start(
         self, iteration: int, rows: Sequence[int], generate: Callable[[], list[Completion]], device: torch.device

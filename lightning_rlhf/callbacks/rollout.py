@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from statistics import mean
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +23,7 @@ import torch
 from jsonargparse.typing import NonNegativeInt, PositiveFloat
 
 from lightning_rlhf.callbacks.ahead import Ahead, keys
+from lightning_rlhf.callbacks.checkpoint import IterationCheckpoint
 from lightning_rlhf.callbacks.faults import agreed
 from lightning_rlhf.callbacks.filtering import FilterGroups, Rounds
 from lightning_rlhf.callbacks.planning import checked_run, choose_plan, engine_setup
@@ -270,13 +272,20 @@ class RolloutCallback(pl.Callback):
         self._ahead.start(iteration, self._keys(prompts), run, module.strategy.root_device)
 
     def _settle(self) -> None:
-        """Wait for the generation beside the update, if one runs: the engine is free then."""
+        """Wait for the generation beside the update, if one runs: the engine is free then. What it raised is raised each time."""
         if self._ahead.running:
-            with self._steps.step("generate"):
-                self._ahead.settle(lambda run: self._steps.pool.collect(run)[self._own])
+            try:
+                with self._steps.step("generate"):
+                    self._ahead.settle(lambda run: self._steps.pool.collect(run)[self._own])
+            except Exception as error:  # on all ranks
+                self._ahead.clear()
+                self._ahead.failure = error
+        if self._ahead.failure is not None:
+            raise self._ahead.failure
 
     def state_dict(self) -> dict[str, Any]:
-        self._settle()
+        with suppress(Exception):  # raised when the responses are due: the checkpoint of the update is written first
+            self._settle()
         longest = self._steps.longest
         rows, lengths = (torch.tensor(list(column)) for column in (longest, longest.values()))
         ahead = self._ahead.state(self._all_gather)
@@ -302,7 +311,13 @@ class RolloutCallback(pl.Callback):
         self._settle()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._settle()
+        try:
+            self._settle()
+        except Exception:
+            for saver in trainer.checkpoint_callbacks:  # one that is due waits for a metric that will not come
+                if isinstance(saver, IterationCheckpoint) and saver._defer_save_until_validation:
+                    saver.save_now(trainer)
+            raise
         self._steps.wake(average=self.val_average)
 
     def on_validation_batch_start(
