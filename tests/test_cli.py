@@ -161,6 +161,10 @@ def one_number(completions, **columns):
     return 1.0
 
 
+def never_works(completions, **columns):
+    return re.match(completions)
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_ends_in_one_line_that_says_what_to_change(mistake, capfd, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -185,6 +189,15 @@ def test_a_missing_column_is_told_before_models_are_loaded(capfd, tmp_path, monk
     with pytest.raises(SystemExit):
         main([*GRPO, *QUIET, "--model.reward=[test_cli.wants_a_solution]"])
     assert "packed neighbours" not in capfd.readouterr().err
+
+
+def test_a_reward_that_never_works_ends_the_run_in_one_line(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match="name 're' is not defined"), pytest.raises(SystemExit):
+        main([*GRPO, *QUIET, "--model.reward=[test_cli.never_works]"])
+    printed = capfd.readouterr().err
+    assert printed.splitlines()[-1].startswith("lightning-rlhf: error: no response of the first iteration could be scored")
+    assert "Traceback" not in printed
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from lightning_rlhf import (
     SFTLightningModule,
 )
 from lightning_rlhf.modules.advantages import grpo
+from lightning_rlhf.rewards import RewardError
 from lightning_rlhf.tiny import tiny_model
 from lightning_rlhf.types import Experience
 
@@ -152,7 +153,7 @@ def test_a_reward_that_never_works_ends_the_run_and_an_outage_does_not(tmp_path)
     outage = range(1, 100)
     with (
         pytest.warns(UserWarning, match="name 're' is not defined"),
-        pytest.raises(RuntimeError, match="no response of the first"),
+        pytest.raises(RewardError, match="no response of the first"),
     ):
         fit(GRPOLightningModule(**TINY_MODULE, reward=[fails]), tmp_path / "never", 4)
     calls.clear()

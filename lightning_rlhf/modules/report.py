@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_rlhf.modules.metrics import Metrics
+from lightning_rlhf.rewards import RewardError
 from lightning_rlhf.types import Experience, Rollout, Sampling, Scores
 
 
@@ -91,11 +92,11 @@ class Alarms:
         """Look at one iteration's metrics.
 
         Raises:
-            RuntimeError: none of the ``responses`` of the first iteration could be scored; later it may be an outage.
+            RewardError: none of the ``responses`` of the first iteration could be scored; later it may be an outage.
         """
         self._scored |= responses is None or reduced.get("reward/failures", 0.0) < responses
         if not self._scored:
-            raise RuntimeError(
+            raise RewardError(
                 "no response of the first iteration could be scored: mend the reward function that the warning above names, then"
                 " try it with lightning-rlhf rewards"
             )
