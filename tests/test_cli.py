@@ -196,7 +196,9 @@ def test_a_reward_that_never_works_ends_the_run_in_one_line(capfd, tmp_path, mon
     with pytest.warns(UserWarning, match="name 're' is not defined"), pytest.raises(SystemExit):
         main([*GRPO, *QUIET, "--model.reward=[test_cli.never_works]"])
     printed = capfd.readouterr().err
-    assert printed.splitlines()[-1].startswith("lightning-rlhf: error: no response of the first iteration could be scored")
+    assert printed.splitlines()[-1].startswith(
+        "lightning-rlhf: error: no response of the first iteration could be scored"
+    )
     assert "Traceback" not in printed
 
 

@@ -301,6 +301,23 @@ def test_what_counts_as_equal_is_what_the_module_trains_on(monkeypatch):
     assert asked == [(True, (-1.0, 2.0))]
 
 
+def one_if_even(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """No two rewards differ, and of many responses there is none."""
+    if any(ids[0] % 2 for ids in completion_ids):
+        raise ValueError("odd")
+    return [1.0] * len(completion_ids)
+
+
+@pytest.mark.filterwarnings("ignore:more than half of the responses were cut", "ignore:.*could not be scored")
+def test_failures_in_all_rounds_of_an_iteration_are_no_sign_that_nothing_can_be_scored(monkeypatch):
+    made = GRPOLightningModule(**TINY_MODULE, reward=[one_if_even])
+    monkeypatch.setitem(globals(), "Watched", lambda: made)
+    fit(1)
+    found = made.trainer.callback_metrics
+    assert found["reward/failures"] >= len(made.last_experience)
+    assert found["reward/mean"] == 1.0
+
+
 def _rank(rank: int, sp: int) -> Any:
     module, _ = fit(3, devices=2, sp=sp)
     return module.trained, module.norms, module.scored

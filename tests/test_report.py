@@ -70,4 +70,4 @@ def test_rewards_that_are_all_alike_from_the_beginning_warn():
 def test_an_iteration_without_any_opinion_warns():
     nothing = {"completions/clipped_ratio": 0.0, "reward/abstained": 1.0, "reward/mean": float("nan")}
     with pytest.warns(UserWarning, match="every reward function abstained"):
-        Alarms()(nothing, Sampling(), 8)
+        Alarms()(nothing, Sampling())

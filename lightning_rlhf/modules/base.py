@@ -269,7 +269,7 @@ class RLHFLightningModule(PolicyUpdateModule):
                 self.kl_coef = self.kl.adapted(self.kl_coef, distance, len(experience))
         self.log_reduced(reduced, len(experience))
         self.log("reward", reduced["reward/mean"], prog_bar=True, logger=False, batch_size=len(experience))
-        self.alarms(reduced, rollout.sampling, len(experience))
+        self.alarms(reduced, rollout.sampling)
 
 
 def checked_advantages(found: Any, mask: Float[Tensor, "G T"]) -> tuple[Tensor, Tensor]:

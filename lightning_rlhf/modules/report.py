@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -88,13 +89,14 @@ class Alarms:
         self._cut_in_a_row = self._flat = 0
         self._scored = self._varied = False
 
-    def __call__(self, reduced: dict[str, float], sampling: Sampling, responses: int | None = None) -> None:
+    def __call__(self, reduced: dict[str, float], sampling: Sampling) -> None:
         """Look at one iteration's metrics.
 
         Raises:
-            RewardError: none of the ``responses`` of the first iteration could be scored; later it may be an outage.
+            RewardError: no response of the first iteration could be scored; later it may be an outage.
         """
-        self._scored |= responses is None or reduced.get("reward/failures", 0.0) < responses
+        mean = reduced.get("reward/generated_mean", reduced.get("reward/mean", 0.0))
+        self._scored |= not math.isnan(mean) or reduced["reward/abstained"] > 0.0
         if not self._scored:
             raise RewardError(
                 "no response of the first iteration could be scored: mend the reward function that the warning above names, then"
