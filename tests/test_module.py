@@ -203,6 +203,43 @@ def test_a_resumed_run_has_the_rate_that_it_is_given(schedule, tmp_path):
     )  # of the next one
 
 
+def test_a_resumed_run_has_the_options_of_the_optimizer_that_it_is_given(tmp_path, caplog):
+    class Decays(GRPOLightningModule):
+        """Only matrices have weight decay."""
+
+        def __init__(self, decay, **options):
+            super().__init__(**COMMON, optimizer=lambda groups: torch.optim.AdamW(groups, **options))
+            self.decay = decay
+
+        def parameter_groups(self):
+            [group] = super().parameter_groups()
+            matrices = [p for p in group["params"] if p.dim() > 1]
+            others = [p for p in group["params"] if p.dim() == 1]
+            return [group | {"params": matrices, "weight_decay": self.decay}, group | {"params": others}]
+
+        def on_train_batch_end(self, *_):
+            options = ("weight_decay", "betas", "eps")
+            self.seen = [[group[name] for name in options] for group in self.optimizers().param_groups]
+
+    def seen(folder, decay, iterations, ckpt_path=None, **options):
+        module = Decays(decay, weight_decay=0.0, **options)
+        saver = IterationCheckpoint(dirpath=str(tmp_path / folder), every_n_train_steps=1, save_top_k=-1)
+        fit(module, tmp_path / folder, iterations, callbacks=[saver], ckpt_path=ckpt_path)
+        return module.seen
+
+    first = [[0.1, (0.9, 0.999), 1e-8], [0.0, (0.9, 0.999), 1e-8]]
+    assert seen("first", 0.1, 1) == first
+    saved = str(tmp_path / "first" / "iteration-000001.ckpt")
+    caplog.set_level("INFO")
+    assert seen("same", 0.1, 2, saved) == first
+    assert "from here on" not in caplog.text
+    given = {"betas": (0.8, 0.99), "eps": 1e-6}
+    changed = [[0.2, (0.8, 0.99), 1e-6], [0.0, (0.8, 0.99), 1e-6]]
+    assert seen("other", 0.2, 2, saved, **given) == changed
+    assert "actor weight_decay: 0.1 in the checkpoint, 0.2 from here on" in caplog.text
+    assert seen("again", 0.2, 3, str(tmp_path / "other" / "iteration-000002.ckpt"), **given) == changed
+
+
 def test_a_schedule_of_ones_own_is_resumed_as_it_was(tmp_path):
     class Own(PPOLightningModule):
         def configure_optimizers(self):

@@ -36,6 +36,9 @@ from lightning_rlhf.options import parameters_of, suggestion
 from lightning_rlhf.packing import attention_cost
 from lightning_rlhf.phases import Phases
 
+_OPTIONS = ("initial_lr", "weight_decay", "betas", "eps")
+"""Of a group of parameters, those that a resumed run may change; what else is there may be what an optimizer counts."""
+
 
 class TrainedModule(ModelRoles):
     """How roles are trained, whatever the loss.
@@ -90,7 +93,7 @@ class TrainedModule(ModelRoles):
         self.lengths: list[int] = []
         self.packing: dict[str, int] = {}
         self._skipped_in_a_row = 0
-        self._given_rates: list[list[float]] = []
+        self._chosen: list[list[dict[str, Any]]] = []
         self._logged: set[str] = set()
 
     def check_models(self) -> int:
@@ -127,21 +130,22 @@ class TrainedModule(ModelRoles):
         scheduler = warmup_schedule(optimizer, self.lr_schedule, self.warmup_steps, iterations, self.min_lr_ratio)
         return [optimizer], [scheduler]
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
-        self._given_rates = [[float(rate) for rate in schedule.base_lrs] for schedule in self._schedules()]
+    def on_fit_start(self) -> None:
+        self._chosen = [  # before a checkpoint is restored
+            [{name: group[name] for name in _OPTIONS if name in group} for group in schedule.optimizer.param_groups]
+            for schedule in self._schedules()
+        ]
 
     def on_train_start(self) -> None:
-        """The rates of a resumed run are those that it is given; what was restored are its checkpoint's."""
-        for schedule, rates in zip(self._schedules(), self._given_rates, strict=False):
-            groups = schedule.optimizer.param_groups
-            for group, rate, factor, then in zip(groups, rates, schedule.lr_lambdas, schedule.base_lrs, strict=True):
-                if rate != then:
-                    role = group.get("role", "learning")
-                    rank_zero_info(f"{role} rate: {then:g} in the checkpoint, {rate:g} from here on")
-                group |= {"lr": rate * factor(schedule.last_epoch), "initial_lr": rate}
-            schedule.base_lrs = [*rates]
-        self._given_rates = []
+        """The rates and options of a resumed run are those that it is given; what was restored are its checkpoint's."""
+        for schedule, given in zip(self._schedules(), self._chosen if self.trainer.ckpt_path else (), strict=False):
+            for group, own, factor in zip(schedule.optimizer.param_groups, given, schedule.lr_lambdas, strict=True):
+                for name, value in own.items():
+                    if (then := group.get(name)) != value:
+                        what = f"{group.get('role', 'optimizer')} {name.removeprefix('initial_')}"
+                        rank_zero_info(f"{what}: {then} in the checkpoint, {value} from here on")
+                group |= own | {"lr": own["initial_lr"] * factor(schedule.last_epoch)}
+            schedule.base_lrs = [own["initial_lr"] for own in given]
 
     def _schedules(self) -> list[LambdaLR]:
         """Factors on rates; schedules of another kind, by a `configure_optimizers` of one's own, are restored as they were."""
