@@ -57,6 +57,16 @@ def test_grpo_divides_by_the_deviation_of_the_batch_as_trl_does() -> None:
     close(lonely, torch.full((1, 2), 0.7), atol=1e-6)
 
 
+def test_the_only_response_to_a_prompt_has_its_score_or_is_told_to_teach_nothing() -> None:
+    batch = outcome([1.0, 0.0, 3.0], [2, 1, 3], [4, 7, 9])
+    parts = {"parts": torch.tensor([[1.0], [0.0], [3.0]]), "part_weights": [1.0]}
+    for estimator in [*GROUP_ESTIMATORS, advantages.gdpo]:
+        got = estimator(**batch, **parts)[0][:, 0]
+        assert bool(got.any()) == (estimator.__name__ not in advantages.NOTHING_ALONE)
+        if estimator in (advantages.grpo, advantages.dr_grpo, advantages.rloo, advantages.opo):
+            close(got, [1.0, 0.0, 3.0], atol=1e-5)
+
+
 def test_gae_equals_a_loop_over_tokens() -> None:
     torch.manual_seed(0)
     rewards, values = torch.randn(3, 7, dtype=torch.float64), torch.randn(3, 7, dtype=torch.float64)

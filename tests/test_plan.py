@@ -216,8 +216,14 @@ CHECKS = {
     "one response to a prompt": (
         {"compares": "grpo", "num_generations": 1},
         "note",
-        "model.advantage: grpo compares the responses to a prompt with each other, and there is only one: set"
-        " rollout.sampling.num_generations to 2 or more",
+        "model.advantage: grpo compares the responses to a prompt with each other, and there is only one, which has no"
+        " baseline: set rollout.sampling.num_generations to 2 or more",
+    ),
+    "one response to a prompt, of which nothing is learned": (
+        {"compares": "gdpo", "num_generations": 1},
+        "error",
+        "model.advantage: gdpo compares the responses to a prompt with each other, and there is only one, whose advantage is"
+        " 0: set rollout.sampling.num_generations to 2 or more",
     ),
     "soft-capping": (
         {"config": MODELS["gemma2"]},

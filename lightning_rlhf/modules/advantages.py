@@ -42,6 +42,9 @@ from lightning_rlhf.modules.numbers import PositiveFloat
 EPSILON = 1e-6
 """Added to a group's standard deviation, so that rewards which differ by rounding do not become advantages of ±1."""
 
+NOTHING_ALONE = ("grpo_passk", "gdpo")
+"""Estimators that give the only response of a group 0; of the others it has what a score without a baseline is worth."""
+
 
 def gae(
     *,

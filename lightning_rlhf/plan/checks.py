@@ -10,6 +10,7 @@ import torch
 
 from lightning_rlhf.hf_config import check_class
 from lightning_rlhf.kernels import Features, MissingKernel, choose_kernel
+from lightning_rlhf.modules.advantages import NOTHING_ALONE
 from lightning_rlhf.plan.run import Run
 from lightning_rlhf.sampler import check_batch_size
 from lightning_rlhf.ulysses import check_packable, head_plan
@@ -106,10 +107,12 @@ def batches(run: Run) -> Iterator[Problem]:
 def groups(run: Run) -> Iterator[Problem]:
     """What is compared within a group needs a second response in it."""
     if run.compares and run.num_generations == 1:
+        nothing = run.compares in NOTHING_ALONE
         yield Problem(
-            "note",
-            f"model.advantage: {run.compares} compares the responses to a prompt with each other, and there is only one: set"
-            " rollout.sampling.num_generations to 2 or more",
+            "error" if nothing else "note",
+            f"model.advantage: {run.compares} compares the responses to a prompt with each other, and there is only one,"
+            f" {'whose advantage is 0' if nothing else 'which has no baseline'}: set rollout.sampling.num_generations to 2 or"
+            " more",
         )
 
 
