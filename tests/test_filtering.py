@@ -76,11 +76,20 @@ def test_at_the_bound_the_first_dropped_groups_fill_up():
 def test_a_prompt_that_comes_twice_counts_once():
     rounds = one_rank()
     add(rounds, {5: [0, 1], 3: [0, 0]})
-    add(rounds, {5: [0, 1], 3: [0, 1]})
+    add(rounds, {5: [0, 1], 4: [0, 0]})
     assert not rounds.done
     add(rounds, {7: [0, 1]})
     assert rounds.done
     assert rows(rounds) == [5, 7]
+
+
+def test_a_prompt_that_comes_twice_counts_where_its_responses_differ():
+    rounds = one_rank()
+    add(rounds, {5: [0, 1], 3: [0, 0]})
+    add(rounds, {5: [1, 1], 3: [2, 3]})
+    assert rounds.done
+    assert rows(rounds) == [5, 3]
+    assert rounds.result()[1].total.tolist() == [0, 1, 2, 3]
 
 
 def test_only_responses_that_count_are_compared():
@@ -299,6 +308,27 @@ def test_what_counts_as_equal_is_what_the_module_trains_on(monkeypatch):
     monkeypatch.setitem(globals(), "Watched", clipped)
     fit(1)
     assert asked == [(True, (-1.0, 2.0))]
+
+
+@pytest.mark.filterwarnings("ignore:more than half of the responses were cut", "ignore:all responses of the first")
+def test_a_prompt_that_comes_again_in_an_iteration_is_drawn_anew(monkeypatch):
+    """Of as many prompts as a batch has."""
+    drawn: list[dict[int, list[tuple[int, ...]]]] = []
+
+    class Draws(GRPOLightningModule):
+        def score(self, rollout: Rollout) -> list[float]:
+            drawn.append({})
+            for row, completion in zip(rollout.group.tolist(), rollout.completions, strict=True):
+                drawn[-1].setdefault(row, []).append(tuple(completion.token_ids))
+            return [1.0] * len(rollout)
+
+    few = prompts()[:8]
+    monkeypatch.setitem(globals(), "prompts", lambda: few)
+    monkeypatch.setitem(globals(), "Watched", lambda: Draws(**TINY_MODULE))
+    fit(1)
+    assert [sorted(own) for own in drawn] == [list(range(8))] * 4
+    for row in range(8):
+        assert len({tuple(own[row]) for own in drawn}) == 4
 
 
 def one_if_even(completion_ids: list[list[int]], **_: Any) -> list[float]:

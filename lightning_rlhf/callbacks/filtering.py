@@ -141,11 +141,12 @@ class Rounds:
 
     @property
     def _first(self) -> dict[tuple[int, int], _Group]:
-        """Each group by its round and row. A prompt that came twice, across the end of an epoch, counts once."""
+        """Each by its round and row. A prompt that came twice, across the end of an epoch, counts once: where it differs."""
         found: dict[int, tuple[tuple[int, int], _Group]] = {}
         for number, groups in enumerate(self._groups):
             for group in groups:
-                found.setdefault(group.row, ((number, group.row), group))
+                if group.row not in found or group.differs > found[group.row][1].differs:
+                    found[group.row] = ((number, group.row), group)
         return dict(found.values())
 
 

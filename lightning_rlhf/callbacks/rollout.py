@@ -231,7 +231,7 @@ class RolloutCallback(pl.Callback):
             found[row] = max(found.get(row, 0), len(sequence) - prompt_length)
         self._steps.longest |= found
 
-    def _filtered(self, module: RLHFLightningModule, generate: Callable[[Prompts], Rollout]) -> dict[str, Any]:
+    def _filtered(self, module: RLHFLightningModule, generate: Callable[..., Rollout]) -> dict[str, Any]:
         """Rollout and scores of as many groups as a batch has prompts, see `filtering`."""
         assert self.filter_groups is not None
         trainer = module.trainer
@@ -240,7 +240,7 @@ class RolloutCallback(pl.Callback):
         while not (rounds and rounds.done):
             epoch, number = divmod(begin + len(rounds), int(trainer.num_training_batches))
             prompts = trainer.train_dataloader.batch_at(epoch, number)["prompts"]  # type: ignore[union-attr]
-            rollout = generate(prompts)
+            rollout = generate(prompts, first=len(rounds) * self.sampling.num_generations)
             with module.phases("reward"):
                 rounds.add(rollout, module.scores_of(rollout))
         self._further_rounds += len(rounds) - 1

@@ -129,21 +129,33 @@ class RolloutSteps:
                 module.extra_metrics["rollout/checksum_ok"] = 1.0
 
     def generate(
-        self, prompts: Prompts, sampling: Sampling, iteration: int, log_probs: bool, with_greedy: bool = False
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        iteration: int,
+        log_probs: bool,
+        with_greedy: bool = False,
+        first: int = 0,
     ) -> Rollout:
-        run, own = self.share(prompts, sampling, iteration, log_probs, with_greedy)
+        run, own = self.share(prompts, sampling, iteration, log_probs, with_greedy, first)
         with self.step("generate"):
             return Rollout.build(prompts, self.pool.collect(run)[own], self.rollout.whole(sampling), with_greedy)
 
     def share(
-        self, prompts: Prompts, sampling: Sampling, iteration: int, log_probs: bool, with_greedy: bool
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        iteration: int,
+        log_probs: bool,
+        with_greedy: bool,
+        first: int = 0,
     ) -> tuple[Callable[[], list[Completion]], slice]:
-        """See `Pool.share`; the requests are in the order of `Rollout.build`."""
+        """See `Pool.share`; requests are in the order of `Rollout.build`. Responses to a prompt are counted from ``first``."""
         with self.step("generate"):  # of its own: a rank that fails must not miss the exchanges of the pool
             check_lengths(prompts, self.context)
             if self.speaker is not None and prompts.images:
                 raise ValueError("rollout.conversation is for text, and prompts have images: leave out one of them")
-        samples, rows, seed = range(sampling.num_generations), prompts.index.tolist(), self.module.seed
+        samples, rows, seed = range(first, first + sampling.num_generations), prompts.index.tolist(), self.module.seed
         n, last = len(samples) + with_greedy, [None] * with_greedy
         return self.pool.share(
             self.engine,
