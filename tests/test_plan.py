@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_frozen_reward import reward_model
 from test_policy import save, strategy_of
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,7 +38,7 @@ from lightning_rlhf import KL, FSDPUlyssesStrategy, GRPOLightningModule, PPOLigh
 from lightning_rlhf.cli import main
 from lightning_rlhf.modules.critic import build_critic
 from lightning_rlhf.modules.execution import apply_execution
-from lightning_rlhf.modules.frozen_reward import FrozenRewardModel
+from lightning_rlhf.modules.frozen_reward import FrozenRewardModel, build_reward_model
 from lightning_rlhf.modules.policy import build_policy
 from lightning_rlhf.modules.settings import LoRA, ModelSettings
 from lightning_rlhf.packing import pack
@@ -790,6 +791,29 @@ def test_a_reward_model_stays_on_the_gpu_in_rollouts():
             == scored[2].parts["reference"] - plain[2].parts["reference"]
         )
     assert scored[0].parts["reference"] > plain[0].parts["reference"] == 0
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_frozen_models_take_what_they_are_held_in(precision, tmp_path):
+    """A reference is bfloat16 whatever the run computes in, a reward model is not; its float32 head is counted like the rest."""
+    strategy, frozen = strategy_of(1, precision=precision), FrozenRewardModel(reward_model(tmp_path))
+    policy = ModelSettings("random:tiny")
+    reference, scoring = (
+        build_policy(policy, strategy, frozen=True),
+        build_reward_model(frozen.settings(policy), strategy).model,
+    )
+    run = {"strategy": strategy, "world_size": 1, "num_nodes": 1}
+    run |= {name: getattr(strategy.precision_plugin, name) for name in ("param_dtype", "compute_dtype")}
+
+    def planned(offload: bool, **options: Any) -> int:
+        plan = plan_of(_ppo(offload_reference=offload, **options), RolloutCallback(engine=VLLMEngine()), **run)
+        return plan.host["reference"] if offload else plan.phases[2].parts["reference"]
+
+    for offload in (False, True):
+        alone = planned(offload)
+        assert alone == sum(p.nbytes for p in reference.parameters())
+        added = planned(offload, reward_model=frozen) - alone
+        assert added == pytest.approx(sum(p.nbytes for p in scoring.parameters()), rel=0.01)
 
 
 def test_an_engine_that_sleeps_leaves_its_weights_on_the_host():

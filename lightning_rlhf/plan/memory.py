@@ -35,7 +35,7 @@ BUCKET = 1 << 29
 
 @dataclass(frozen=True)
 class Role:
-    """A model of the run: actor, reference or critic."""
+    """A model of the run: actor, reference, critic or reward model."""
 
     name: str
     shape: Shape
@@ -146,7 +146,7 @@ def resident(run: Run, roles: list[Role], options: Options) -> dict[str, int]:
     return {
         "context": CONTEXT if run.device_type == "cuda" else 0,
         "parameters": elements * run.param_dtype.itemsize + base * run.compute_dtype.itemsize,
-        "reference": 2 * sum(role.shape.shard(run.shards) for role in frozen),
+        "reference": sum(_frozen_size(run, role) * role.shape.shard(run.shards) for role in frozen),
         "optimizer": int(elements * options.optimizer_bytes),
         **average,
     }
@@ -156,7 +156,7 @@ def host(run: Run, roles: list[Role], options: Options, engine: EngineMemory) ->
     """Bytes that the GPUs of one node park in its host memory during an iteration."""
     processes = run.world_size // run.num_nodes
     held = resident(run, roles, options)
-    reference = 2 * sum(role.shape.shard(run.shards) for role in roles if not role.trained)
+    reference = sum(_frozen_size(run, role) * role.shape.shard(run.shards) for role in roles if not role.trained)
     passes = [_transients(run, role, options, backward=True) for role in roles if role.trained]
     kept = {role: role.shape.tied_shard(run.shards) + role.shape.trained_shard(run.shards) for role in roles}
     saved = run.param_dtype.itemsize * sum(size for role, size in kept.items() if role.trained)
@@ -173,6 +173,11 @@ def host(run: Run, roles: list[Role], options: Options, engine: EngineMemory) ->
     }
 
 
+def _frozen_size(run: Run, role: Role) -> int:
+    """Bytes of a parameter: a reference is bfloat16 whatever the run computes in, a reward model is not."""
+    return 2 if role.name == "reference" else run.compute_dtype.itemsize
+
+
 def _transients(run: Run, role: Role, options: Options, *, backward: bool) -> dict[str, int]:
     shape, size = role.shape, run.compute_dtype.itemsize
     tokens = run.stream_tokens(run.mini_batches if backward else 1)
@@ -185,7 +190,7 @@ def _transients(run: Run, role: Role, options: Options, *, backward: bool) -> di
     unit = max(shape.units, default=0)
     ahead = 2 + options.prefetch
     if not backward:
-        size = size if role.trained else 2
+        size = size if role.trained else _frozen_size(run, role)
         everything = options.keeps_gathered and role.trained
         brought = shape.root if shape.whole and run.shards > 1 else 0
         return {
