@@ -416,7 +416,8 @@ def test_an_engine_serves_another_run_or_is_built_anew(model: Qwen2ForCausalLM) 
     engine.setup(setup(max_model_len=256))  # as long as it was made for
     assert engine.model is held
     one_layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
-    for change in ({"max_model_len": 300}, {"dtype": torch.bfloat16}, {"config_overrides": one_layer}):
+    changes = ({"max_model_len": 300}, {"dtype": torch.bfloat16}, {"config_overrides": one_layer})
+    for change in (*changes, changes[-1] | {"beside": True}):
         engine.setup(setup(**change))
         assert engine.model is not held
         assert engine.weight_version == -1

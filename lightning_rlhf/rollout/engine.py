@@ -58,7 +58,7 @@ class EngineSetup:
 
     def serves(self, other: EngineSetup) -> bool:
         """Whether an engine that was built for this can do the work of ``other``; fewer than all may be in flight at once."""
-        same = ("model", "device", "dtype", "trust_remote_code", "config_overrides")
+        same = ("model", "device", "dtype", "trust_remote_code", "config_overrides", "beside")
         return all(getattr(self, name) == getattr(other, name) for name in same) and (
             other.max_model_len <= self.max_model_len
         )
