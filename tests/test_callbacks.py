@@ -436,6 +436,22 @@ def test_a_file_appears_whole_and_takes_any_value(tmp_path: Path) -> None:
     assert table == {"mixed": ["1", "a", "{'b': 2}"], "odd": ["?", "b", None]}
 
 
+@pytest.mark.parametrize("value", [2**63, {"a": -(2**70)}, {}, {"a": [{}]}])
+def test_numbers_and_dicts_that_parquet_does_not_have_are_stored_as_text(value: Any, tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    path = tmp_path / "samples.parquet"
+    write_parquet({"log/parsed": [value, None]}, str(path))
+    assert parquet.read_table(path).to_pydict() == {"log/parsed": [str(value), None]}
+
+
+def test_samples_that_cannot_be_written_end_no_run(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "samples").touch()  # where the folder would be
+    with pytest.warns(UserWarning, match=r"iteration_000002\.parquet could not be written \(.*Error: "):
+        trainer = fit(Toy(tokenizer), tmp_path, [Samples(every_n_iterations=2)], logger=False)
+    assert trainer.global_step == 3
+
+
 # ---------------------------------------------------------------------------------------------------------- checkpoint
 
 

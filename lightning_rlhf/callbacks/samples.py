@@ -17,6 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from fsspec.core import url_to_fs
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from rich import get_console
 from rich.table import Table
 from rich.text import Text
@@ -100,9 +101,11 @@ class Samples(pl.Callback):
             of_set = f"{title}: {name}" if len(sets) > 1 else title
             console.print(sample_table(shown, of_set, self.rows, self.max_characters, console.encoding))
         if self.save and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            write_parquet(
-                {"iteration": [step] * len(columns["prompt"])} | columns, f"{self.folder}/{kind}_{step:06d}.parquet"
-            )
+            path = f"{self.folder}/{kind}_{step:06d}.parquet"
+            try:
+                write_parquet({"iteration": [step] * len(columns["prompt"])} | columns, path)
+            except Exception as error:  # of whichever file system; the run is worth more
+                rank_zero_warn(f"{path} could not be written ({type(error).__name__}: {error})")
 
 
 def sample_columns(rollout: Rollout, scores: Scores, tokenizer: Any, experience: Experience | None = None) -> Columns:
@@ -160,7 +163,7 @@ def shorten(text: str, limit: int) -> str:
 
 
 def write_parquet(columns: Columns, path: str) -> None:
-    """Write to a local or remote path, whole or not at all; a column that has no common type is stored as text."""
+    """Write to a local or remote path, whole or not at all; a column that Parquet has no type for is stored as text."""
     import pyarrow
     from pyarrow import parquet
 
@@ -168,7 +171,10 @@ def write_parquet(columns: Columns, path: str) -> None:
     for name, values in columns.items():
         try:
             arrays[name] = pyarrow.array(values)
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, UnicodeEncodeError):
+            as_text = "struct<>" in str(arrays[name].type)  # an empty dict: Parquet has none
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, UnicodeEncodeError, OverflowError):
+            as_text = True
+        if as_text:
             arrays[name] = pyarrow.array(
                 [None if v is None else str(v).encode(errors="replace").decode() for v in values]
             )
