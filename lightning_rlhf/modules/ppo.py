@@ -105,10 +105,6 @@ class PPOLightningModule(RLHFLightningModule):
         actor = self.update_passes(self.actor) if self.trains_actor else []
         return actor + self.update_passes(self.critic, outputs=1)
 
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        trained = [p for p in self.critic.parameters() if p.requires_grad]
-        return [*super().parameter_groups(), {"params": trained, "lr": self.critic_lr, "role": "critic"}]
-
     def evaluate(self, experience: Experience) -> Experience:
         experience = super().evaluate(experience)
         with self.phases("values"):

@@ -78,10 +78,6 @@ class RewardModelLightningModule(SupervisedLightningModule):
                 self.settings, self.strategy, seed=self.seed, bias=False, std=std, role="reward model"
             )
 
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        trained = [p for p in self.reward_model.parameters() if p.requires_grad]
-        return [{"params": trained, "lr": self.lr, "role": "reward_model"}]
-
     @cached_property
     def flops(self) -> list[Passes]:
         return passes_of(self.reward_model, 1, 1, 1)

@@ -150,9 +150,12 @@ class ModelRoles(pl.LightningModule):
             yield self.reference or self.actor
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """One group per role: clipped, checked and logged on its own."""
-        trained = [p for p in self.actor.parameters() if p.requires_grad]
-        return [{"params": trained, "lr": self.lr, "role": "actor"}]
+        """One group per trained role: clipped, checked and logged on its own."""
+
+        def trained(role: str) -> list[nn.Parameter]:
+            return [p for p in getattr(self, role).parameters() if p.requires_grad]
+
+        return [{"params": trained(role), "lr": rate, "role": role} for role, rate in self.learning_rates.items()]
 
     @property
     def description(self) -> dict[str, Any]:
