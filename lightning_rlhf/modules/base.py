@@ -27,13 +27,7 @@ from lightning_rlhf.modules.functions import check_options, function_named
 from lightning_rlhf.modules.kl import kl_estimate
 from lightning_rlhf.modules.metrics import Metrics
 from lightning_rlhf.modules.policy_update import PolicyUpdateModule
-from lightning_rlhf.modules.report import (
-    Alarms,
-    add_completions,
-    add_scores,
-    constant_groups,
-    finish,
-)
+from lightning_rlhf.modules.report import Alarms, add_completions, add_scores, constant_groups, finish
 from lightning_rlhf.modules.scored import rollout_of
 from lightning_rlhf.types import Experience, Rollout, Scores
 
@@ -57,17 +51,8 @@ class RLHFLightningModule(PolicyUpdateModule):
     default_advantage = "grpo"
     # what `estimator_inputs` has for the estimator
     advantage_inputs = frozenset(
-        {
-            "rewards",
-            "mask",
-            "groups",
-            "baselines",
-            "old_log_probs",
-            "sum_pi_squared",
-            "importance",
-            "parts",
-            "part_weights",
-        }
+        {"rewards", "mask", "groups", "baselines", "old_log_probs", "sum_pi_squared", "importance"}
+        | {"parts", "part_weights"}
     )
 
     def __init__(
@@ -221,8 +206,8 @@ class RLHFLightningModule(PolicyUpdateModule):
                 )
             experience = replace(experience, old_log_probs=found[0], sum_pi_squared=found[1] if squares else None)
         if self.needs_reference:
-            with self.phases("reference"):
-                ref = self.reference_log_probs(experience)
+            with self.phases("reference"), self.as_reference() as root:
+                ref = self.forward_all(root, experience, lambda packed: root(packed, temperature)[0])
             experience = replace(experience, ref_log_probs=ref)
             if self.kl.where == "reward":
                 assert experience.old_log_probs is not None
@@ -247,11 +232,6 @@ class RLHFLightningModule(PolicyUpdateModule):
         weights = importance_weights(old, sampler, mask, correction)
         mean = float(mean_weight(weights, mask, correction)) if correction.normalize else 1.0
         return replace(experience, importance=weights, importance_mean=mean, mask=kept(old, sampler, mask, correction))
-
-    def reference_log_probs(self, experience: Experience) -> Float[Tensor, "G T"]:
-        """See `as_reference`."""
-        with self.as_reference() as root:
-            return self.forward_all(root, experience, lambda packed: root(packed, experience.temperature)[0])
 
     # -- metrics -----------------------------------------------------------------------------------
 

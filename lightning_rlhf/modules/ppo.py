@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import fields, replace
 from typing import Any
 
@@ -65,7 +64,7 @@ class PPOLightningModule(RLHFLightningModule):
 
     def _check_estimator(self) -> None:
         super()._check_estimator()
-        if "values" not in inspect.signature(self.advantage_function).parameters:
+        if "values" not in self.estimator_takes:
             raise ValueError(
                 f"model.advantage: {self.advantage_function.__name__} takes no values, the critic would be trained for"
                 " nothing: use class_path: lightning_rlhf.GRPOLightningModule, or gae"
