@@ -147,7 +147,8 @@ class IterationCheckpoint(ModelCheckpoint):
                 warn_of_little_space(pl_module, str(self.dirpath), self.save_top_k, self.save_weights_only)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        with _ignored("The dirpath has changed from"):  # as it does with each new version of a logger's folder
+        with warnings.catch_warnings():  # as it does with each new version of a logger's folder
+            warnings.filterwarnings("ignore", message="The dirpath has changed from")
             super().load_state_dict(state_dict)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -397,10 +398,3 @@ def _on_rank_zero(function: Callable[[], T], path: str, group: Any = None) -> T:
 
 def _stops_early(trainer: pl.Trainer) -> bool:
     return trainer.should_stop and trainer.fit_loop._can_stop_early
-
-
-@contextmanager
-def _ignored(message: str) -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=message)
-        yield

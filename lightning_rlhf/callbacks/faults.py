@@ -76,9 +76,7 @@ def told_by_settings(what: str, settings: Sequence[str]) -> Iterator[None]:
     except Exception as error:
         if not _is_out_of_memory(error):
             raise
-        traceback.clear_frames(
-            error.__traceback__
-        )  # of the calls that failed: what they held is free for what comes back
+        traceback.clear_frames(error.__traceback__)  # what the calls that failed held is free for what comes back
         raise torch.OutOfMemoryError(
             f"{what} ran out of GPU memory{_amounts(str(error))}: {', '.join(settings[:-1])} or {settings[-1]}"
         ) from error
@@ -93,9 +91,8 @@ def makes_room(step: str, rollout: RolloutCallback, module: RLHFLightningModule)
         "set rollout.async_level: 0": beside,
         "set rollout.sleep_level: 2": step == "reload" and rollout.rung.sleep_level != 2,
         "set rollout.offload_optimizer: true": not beside and not rollout.rung.offload_optimizer,
-        "set rollout.offload_parameters: true": cache
-        and not beside
-        and not rollout.rung.offload_parameters,  # they are needed until the sync
+        # they are needed until the sync
+        "set rollout.offload_parameters: true": cache and not beside and not rollout.rung.offload_parameters,
         "set model.offload_reference: true": own_reference and not module.settings.offload_reference,
         "shard over more trainer.devices": True,
         "take a smaller model.model": True,

@@ -300,9 +300,8 @@ class LogProbHead(nn.Linear):
         to_logits = LogitMap(float(temperature), self.softcap, self.logit_scale)
         passes = self.passes or _passes(hidden.device.type)
         keep = self.keep_logits and torch.is_grad_enabled()
-        keep = (
-            keep and passes is not sys.modules[__name__] and self.weight.dtype != torch.float32
-        )  # they overwrite them
+        # the others overwrite them
+        keep = keep and passes is not sys.modules[__name__] and self.weight.dtype != torch.float32
         found = _TiledLogProbs.apply(
             *(hidden, self.weight, self.bias, labels, to_logits, with_entropy, with_squares, with_top),
             *(self.tile_bytes, passes, keep),

@@ -68,9 +68,8 @@ class Adapter:
         with warnings.catch_warnings():  # of transformers 5.24 to peft
             warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
             self.peft: Any = get_peft_model(model, config, autocast_adapter_dtype=False)
-        self.peft.peft_config[
-            "default"
-        ].base_model_name_or_path = source  # peft takes the folder that the config is from
+        # peft takes the folder that the config is from
+        self.peft.peft_config["default"].base_model_name_or_path = source
         self.layers = _layers(self.model)
         self.copies = [m for m in self.model.modules() if isinstance(m, ModulesToSaveWrapper)]
         for _, parameter in self.named_parameters():

@@ -200,8 +200,7 @@ def draw(logits: Float[Tensor, "B V"], uniforms: Float[Tensor, "B"]) -> tuple[In
     tokens = logits.argmax(-1, keepdim=True)
     if not greedy.all():
         cumulative = probs.cumsum(-1, dtype=torch.float64)
-        threshold = (
-            uniforms.nan_to_num(0.0)[:, None] * cumulative[:, -1:]
-        )  # below the total: one without mass is never drawn
+        # below the total: one without mass is never drawn
+        threshold = uniforms.nan_to_num(0.0)[:, None] * cumulative[:, -1:]
         tokens = torch.where(greedy[:, None], tokens, torch.searchsorted(cumulative, threshold, right=True))
     return tokens[:, 0], probs.gather(-1, tokens).log()[:, 0]

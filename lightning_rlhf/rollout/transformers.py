@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from lightning_rlhf.hf_config import load_config
@@ -152,17 +153,14 @@ class TransformersEngine(RolloutEngine):
             RuntimeError: no usable weights, or asleep.
             ValueError: a prompt that leaves no room for a response, or sampling options this engine does not have.
         """
-        self._check_usable(sampling)
+        if self.model is None or self._asleep or self.weight_version < 0:
+            raise RuntimeError("the engine holds no usable weights: wake it and load_weights before generate")
+        self.check_sampling(sampling)
         shown = images or [None] * len(prompts)
         rows = [self._row(*entry, sampling) for entry in zip(prompts, seeds, shown, strict=True)]
         if rows:
             self._decode(rows, sampling, Stop.build(self.context, sampling))
         return [Completion(r.token_ids, r.finish_reason, r.log_probs if log_probs else None) for r in rows]
-
-    def _check_usable(self, sampling: Sampling) -> None:
-        if self.model is None or self._asleep or self.weight_version < 0:
-            raise RuntimeError("the engine holds no usable weights: wake it and load_weights before generate")
-        self.check_sampling(sampling)
 
     def _row(self, prompt: Sequence[int], seed: int | None, images: PromptImages | None, sampling: Sampling) -> Row:
         room = self.context.max_model_len - len(prompt)
@@ -213,7 +211,9 @@ class TransformersEngine(RolloutEngine):
         """The different prompts of ``rows``, behind what all prompts have in common."""
         cache, shared, device = deepcopy(prefix), prefix.get_seq_length(), self.context.device
         cache.reorder_cache(self._index([0] * len(rows)))
-        ids, mask = left_pad([row.prompt[shared:] for row in rows], self.context.pad_token_id)
+        rest = [torch.tensor(row.prompt[shared:]) for row in rows]
+        ids = pad_sequence(rest, True, self.context.pad_token_id, "left")
+        mask = torch.arange(ids.shape[1], 0, -1) <= torch.tensor([[len(one)] for one in rest])
         mask = pad(mask, (shared, 0), value=True).to(device)
         shown = {}
         if any(row.images for row in rows):
@@ -270,14 +270,6 @@ _WORTH_A_PASS = 64
 
 _REFILLS = 8
 """A batch is filled up when an eighth of it has ended: prompts are not read one at a time."""
-
-
-def left_pad(rows: Sequence[Sequence[int]], value: int) -> tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"]]:
-    """Ragged token ids padded on the left, and the mask of what is real."""
-    length = max(map(len, rows))
-    ids = torch.tensor([[value] * (length - len(row)) + list(row) for row in rows])
-    mask = torch.tensor([[False] * (length - len(row)) + [True] * len(row) for row in rows])
-    return ids, mask
 
 
 def alike(rows: Sequence[Row], shared: int) -> list[list[Row]]:

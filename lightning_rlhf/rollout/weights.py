@@ -206,23 +206,19 @@ def _all_gather_rows(local: Tensor, shape: torch.Size, group: dist.ProcessGroup)
 
 def _row_shard_group(tensor: DTensor) -> dist.ProcessGroup | None:
     """The group over which dim 0 is split when that is the only split (FSDP2, HSDP, Ulysses), else None."""
-    sharded = [i for i, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    if (
-        len(sharded) != 1
-        or type(tensor.placements[sharded[0]]) is not Shard
-        or not tensor.placements[sharded[0]].is_shard(0)
-    ):
+    sharded = [(i, placement) for i, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if len(sharded) != 1 or type(sharded[0][1]) is not Shard or sharded[0][1].dim != 0:
         return None
-    return tensor.device_mesh.get_group(sharded[0])
+    return tensor.device_mesh.get_group(sharded[0][0])
 
 
 def _to_mesh_device(tensor: DTensor) -> Tensor:
     """The local shard where its collectives run: an offloaded shard is on the host while its mesh is not."""
     local = tensor.to_local()
     kind = tensor.device_mesh.device_type
-    return (
-        local if local.device.type == kind else local.to(torch.device(kind, torch.accelerator.current_device_index()))
-    )
+    if local.device.type == kind:
+        return local
+    return local.to(torch.device(kind, torch.accelerator.current_device_index()))
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
