@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_rlhf.modules.report import Alarms, constant_groups
-from lightning_rlhf.types import Experience, Sampling
+from lightning_rlhf.modules.metrics import Metrics
+from lightning_rlhf.modules.report import Alarms, add_scores, constant_groups, finish
+from lightning_rlhf.types import Experience, Sampling, Scores
 
 
 def experience(scores: list[float], groups: list[int], usable: list[int]) -> Experience:
@@ -65,6 +66,20 @@ def test_rewards_that_are_all_alike_from_the_beginning_warn():
         alarms(found, Sampling())
     with pytest.warns(UserWarning, match=r"all responses of the first 5 iterations had the reward 0\.25"):
         alarms(found, Sampling())
+
+
+@pytest.mark.parametrize("responses", [16, 51])
+@pytest.mark.parametrize("reward", [0.1, -1.7, 1000.1])
+def test_equal_rewards_have_no_deviation_whatever_they_round_to(reward, responses):
+    metrics = Metrics()
+    add_scores(metrics, Scores(torch.full((responses,), reward)), [])
+    assert finish(metrics.reduce())["reward/std"] == 0.0
+
+
+def test_a_small_deviation_of_large_rewards_is_seen():
+    metrics = Metrics()
+    add_scores(metrics, Scores(torch.tensor([1000.0, 1000.125] * 50)), [])
+    assert finish(metrics.reduce())["reward/std"] == pytest.approx(0.0625, rel=1e-6)
 
 
 def test_an_iteration_without_any_opinion_warns():

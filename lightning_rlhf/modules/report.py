@@ -22,7 +22,7 @@ def add_scores(metrics: Metrics, scores: Scores, logged: Sequence[str]) -> None:
     """
     valid = scores.total.isfinite()
     metrics.mean("reward/mean", scores.total, valid)
-    metrics.mean("reward/square", scores.total.square(), valid)
+    metrics.mean("reward/square", scores.total.double().square(), valid)
     metrics.sum("reward/failures", float(scores.failures))
     abstained = (~valid).sum() - scores.failures
     metrics.mean("reward/abstained", abstained / max(1, len(valid)), float(len(valid)))
@@ -79,7 +79,8 @@ def finish(reduced: dict[str, float]) -> dict[str, float]:
     mean = reduced.setdefault("reward/mean", torch.nan)
     if "rollout/is_weight" in reduced:  # share of the tokens that as many equal weights would be worth
         reduced["rollout/is_ess"] = reduced["rollout/is_weight"] ** 2 / (reduced.pop("rollout/is_weight_square") or 1.0)
-    return reduced | {"reward/std": max(0.0, square - mean**2) ** 0.5}
+    variance = square - mean**2
+    return reduced | {"reward/std": variance**0.5 if variance > 1e-14 * square else 0.0}  # less is rounding
 
 
 class Alarms:
