@@ -27,6 +27,7 @@ from lightning_rlhf.modules.critic import build_critic, check_model
 from lightning_rlhf.modules.frozen_reward import FrozenRewardModel, build_reward_model, scores_of_all
 from lightning_rlhf.modules.score_head import check_same_vocabulary
 from lightning_rlhf.packing import pack, pack_ends
+from lightning_rlhf.paths import local_path
 from lightning_rlhf.tiny import write_byte_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(
@@ -137,6 +138,20 @@ def test_the_model_stays_where_it_is_while_it_scores_between_generations(tmp_pat
     fit(module, tmp_path / "run", 1, rollout=rollout, num_generations=2)
     assert [(training, own) for training, own, _ in module.found] == [(True, 0)]
     assert module.found[0][2] > 10
+
+
+def test_its_folder_is_looked_for_once_for_the_weights_and_once_for_the_tokenizer(tmp_path, monkeypatch):
+    asked = []
+
+    def noted(model, *args, **kwargs):
+        asked.append(model)
+        return local_path(model, *args, **kwargs)
+
+    monkeypatch.setattr("lightning_rlhf.modules.settings.local_path", noted)
+    folder = reward_model(tmp_path)
+    module = GRPOLightningModule(**TINY_MODULE, reward_model=FrozenRewardModel(folder))
+    fit(module, tmp_path / "run", 1, num_generations=2)
+    assert sorted(asked) == sorted(["random:tiny", folder, folder])
 
 
 def test_a_sequence_that_the_model_cannot_take_has_no_score(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -72,13 +73,17 @@ class PPOLightningModule(RLHFLightningModule):
 
     @property
     def roles(self) -> dict[str, ModelSettings]:
+        return super().roles | {"critic": self._critic_settings}
+
+    @cached_property
+    def _critic_settings(self) -> ModelSettings:
         own = self.settings
-        if self.critic_model != own.model:
-            # what was said of the policy's config and layers does not hold for another model
-            everywhere = own.lora and replace(own.lora, target_modules="all-linear", modules_to_save=None, adapter=None)
-            other = {"model": self.critic_model, "config_overrides": None, "lora": everywhere}
-            own = CriticSettings(**{field.name: getattr(own, field.name) for field in fields(own)} | other)
-        return super().roles | {"critic": own}
+        if self.critic_model == own.model:
+            return own
+        # what was said of the policy's config and layers does not hold for another model
+        everywhere = own.lora and replace(own.lora, target_modules="all-linear", modules_to_save=None, adapter=None)
+        other = {"model": self.critic_model, "config_overrides": None, "lora": everywhere}
+        return CriticSettings(**{field.name: getattr(own, field.name) for field in fields(own)} | other)
 
     def check_models(self) -> int:
         if self.critic_model != self.settings.model:

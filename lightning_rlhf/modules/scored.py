@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -92,7 +93,12 @@ class ScoredModule(TrainedModule):
     def roles(self) -> dict[str, ModelSettings]:
         if self.frozen_reward is None:
             return super().roles
-        return super().roles | {"reward_model": self.frozen_reward.settings(self.settings)}
+        return super().roles | {"reward_model": self._reward_settings}
+
+    @cached_property
+    def _reward_settings(self) -> ModelSettings:
+        assert self.frozen_reward is not None
+        return self.frozen_reward.settings(self.settings)
 
     def check_options(self) -> None:
         if self.score_names == []:
