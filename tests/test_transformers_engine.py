@@ -377,6 +377,22 @@ def test_stop_strings_end_a_response(engine: TransformersEngine, model: Qwen2For
         assert (stop in tokenizer.decode(a.token_ids)) == (stop in tokenizer.decode(b.token_ids))
 
 
+def test_stop_strings_read_the_tokenizer_once_not_in_each_turn(
+    engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def noted(path: str, **kwargs: Any) -> Any:
+        read.append(path)
+        return stock(path, **kwargs)
+
+    stock = AutoTokenizer.from_pretrained
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", noted)
+    for stop in ("a", "b", "a"):
+        engine.generate([[5, 6]], Sampling(max_completion_length=3, stop=(stop,)), seeds=[1])
+    assert len(read) <= 1
+
+
 def test_a_stop_string_before_the_minimum_length_is_passed_over_and_ends_the_response_when_it_comes_again() -> None:
     def length(text: str, least: int, *stop: str) -> int:
         ids, ends = tokenizer(text)["input_ids"], Stop([], stop, least, tokenizer).ends

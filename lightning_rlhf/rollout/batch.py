@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -149,9 +150,7 @@ class Stop:
         if sampling.ignore_eos:
             return cls([], (), 0, None)
         ids = sorted({*context.eos_token_ids, *sampling.stop_token_ids})
-        tokenizer = None
-        if sampling.stop:
-            tokenizer = AutoTokenizer.from_pretrained(context.model, trust_remote_code=context.trust_remote_code)
+        tokenizer = _tokenizer(context.model, context.trust_remote_code) if sampling.stop else None
         return cls(ids, sampling.stop, sampling.min_completion_length, tokenizer)
 
     def ends(self, token_ids: list[int]) -> bool:
@@ -167,6 +166,12 @@ class Stop:
 
     def _text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False)) if ids else ""
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(model: str, trust_remote_code: bool) -> Any:
+    """Of the policy: it takes a second to read, and a conversation asks for it in each turn."""
+    return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
 
 
 def processed_logits(logits: Float[Tensor, "B V"], sampling: Sampling) -> Float[Tensor, "B V"]:
