@@ -35,7 +35,7 @@ from lightning_rlhf.modules.advantages import grpo
 from lightning_rlhf.paths import local_path
 from lightning_rlhf.rewards import RewardError
 from lightning_rlhf.tiny import tiny_model
-from lightning_rlhf.types import Experience
+from lightning_rlhf.types import Experience, Scores
 
 pytestmark = pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
 COMMON = TINY_MODULE | {"reward": [even_tokens]}
@@ -183,6 +183,27 @@ def test_what_an_override_gives_is_checked(name, gives, said, tmp_path):
     own = type("Own", (GRPOLightningModule,), {name: gives})
     with pytest.raises(ValueError, match=re.escape(said)):
         fit(own(**COMMON), tmp_path, 1, num_generations=4)
+
+
+class Judged(GRPOLightningModule):
+    """Scored by a torch model, outside of ``torch.no_grad``."""
+
+    def __init__(self, gives):
+        super().__init__(**TINY_MODULE, mini_batches=2)
+        self.gives, self.judge = gives, torch.tensor(0.25, requires_grad=True)
+
+    def score(self, rollout):
+        counts = torch.tensor([float(sum(c.token_ids) % 7) for c in rollout.completions])
+        return self.gives(counts * self.judge)
+
+
+def test_gradients_of_a_score_are_not_followed(tmp_path):
+    gives = [lambda scores: scores.tolist(), lambda scores: scores, lambda scores: Scores(scores, {"judge": scores})]
+    lists, *tensors = [
+        fit(Judged(give), tmp_path / str(i), 2, num_generations=2)[-1]["actor/grad_norm"]
+        for i, give in enumerate(gives)
+    ]
+    assert tensors == [lists, lists]
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -165,7 +166,7 @@ class ScoredModule(TrainedModule):
         try:
             if self.strategy.sp_rank == 0:
                 value = self.score(rollout)
-                result = value if isinstance(value, Scores) else Scores(_as_rewards(value, len(rollout)))
+                result = _detached(value if isinstance(value, Scores) else Scores(_as_rewards(value, len(rollout))))
                 if result.total.shape != (len(rollout),):
                     got = tuple(result.total.shape)
                     raise ValueError(f"score() must return one reward per response: ({len(rollout)},), got {got}")
@@ -245,6 +246,13 @@ def _as_rewards(value: Any, responses: int) -> Tensor:
         raise ValueError(
             f"score() must return a number or None for each of {responses} responses, got {got}"
         ) from error
+
+
+def _detached(scores: Scores) -> Scores:
+    """Without the gradients of a torch model that gave them: the policy's backward passes would go on into it."""
+    parts = {name: part.detach() for name, part in scores.parts.items()}
+    tokens = None if scores.tokens is None else scores.tokens.detach()
+    return replace(scores, total=scores.total.detach(), parts=parts, tokens=tokens)
 
 
 def rollout_of(batch: dict[str, Any]) -> Rollout:
