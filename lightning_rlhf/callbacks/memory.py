@@ -21,9 +21,8 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_rlhf.callbacks.rollout import RolloutCallback
+from lightning_rlhf.plan.memory import GIB
 from lightning_rlhf.rollout.engine import RolloutEngine, Unmapped
-
-_GIB = 2**30
 
 
 class Memory(pl.Callback):
@@ -61,13 +60,13 @@ class Memory(pl.Callback):
             self._clear()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        metrics = {"perf/cpu_memory_gb": resident_bytes() / _GIB}
+        metrics = {"perf/cpu_memory_gb": resident_bytes() / GIB}
         if pl_module.device.type == "cuda":
             self._fold()
-            metrics["perf/memory_allocated_gb"] = self._allocated / _GIB
-            metrics["perf/memory_reserved_gb"] = self._reserved / _GIB
-            metrics |= {f"memory_gb/{name}": peak / _GIB for name, peak in self._phases.items()}
-            metrics |= {f"memory_device_gb/{name}": used / _GIB for name, used in self._device.items()}
+            metrics["perf/memory_allocated_gb"] = self._allocated / GIB
+            metrics["perf/memory_reserved_gb"] = self._reserved / GIB
+            metrics |= {f"memory_gb/{name}": peak / GIB for name, peak in self._phases.items()}
+            metrics |= {f"memory_device_gb/{name}": used / GIB for name, used in self._device.items()}
             self._clear()
         pl_module.log_dict(metrics, sync_dist=False, batch_size=1)
 
