@@ -206,6 +206,25 @@ def test_gradients_of_a_score_are_not_followed(tmp_path):
     assert tensors == [lists, lists]
 
 
+class Learned(Judged):
+    """Its baseline is a torch model's."""
+
+    def compute_advantages(self, experience):
+        advantages, returns = super().compute_advantages(experience)
+        return advantages - self.judge, returns - self.judge
+
+
+def test_gradients_of_advantages_are_not_followed(tmp_path):
+    learned, fixed = Learned(lambda scores: scores.tolist()), Learned(lambda scores: scores.tolist())
+    fixed.judge = fixed.judge.detach()
+    norms = [
+        fit(one, tmp_path / str(i), 2, num_generations=2)[-1]["actor/grad_norm"]
+        for i, one in enumerate((learned, fixed))
+    ]
+    assert norms[0] == norms[1]
+    assert learned.judge.grad is None
+
+
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
 def test_a_resumed_run_has_the_rate_that_it_is_given(schedule, tmp_path):
     def rates(folder, new, ckpt_path=None):

@@ -253,7 +253,7 @@ class RLHFLightningModule(PolicyUpdateModule):
 
 
 def checked_advantages(found: Any, mask: Float[Tensor, "G T"]) -> tuple[Tensor, Tensor]:
-    """What an estimator, or a `compute_advantages` of one's own, gave.
+    """What an estimator, or a `compute_advantages` of one's own, gave; gradients of a baseline are not followed.
 
     Raises:
         ValueError: it is not one advantage, and one return, per token.
@@ -266,4 +266,5 @@ def checked_advantages(found: Any, mask: Float[Tensor, "G T"]) -> tuple[Tensor, 
             "model.advantage, or compute_advantages, must give (advantages, returns), both of the shape of experience.mask"
             f" {tuple(mask.shape)}, got {got}"
         )
-    return pair  # type: ignore[return-value]
+    advantages, returns = found
+    return advantages.detach(), returns.detach()
