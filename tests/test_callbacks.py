@@ -701,6 +701,15 @@ def test_exports_come_every_n_iterations_and_once_at_the_end(
     assert sorted(os.listdir(tmp_path / "hf")) == toy.tokenizer.folders
 
 
+def test_an_export_finds_the_home_folder(tmp_path: Path, model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    toy = Toy(Recording(), model_path)
+    toy.root = Actor(AutoModelForCausalLM.from_pretrained(model_path).train())
+    fit(toy, tmp_path, [HFExport(dirpath="~/hf")], batches=1)
+    assert os.listdir(tmp_path / "home" / "hf") == ["iteration_000001"]
+
+
 def test_the_generation_config_is_carried_over(tmp_path: Path, tokenizer: Any, model_path: str) -> None:
     from transformers import GenerationConfig
 

@@ -587,6 +587,12 @@ def test_wrong_options_are_refused_before_anything_is_built(exported, tmp_path):
         build_policy(ModelSettings("random:tiny", lora=fits), strategy_of(1))
 
 
+def test_an_adapter_in_the_home_folder_is_found(exported, monkeypatch):
+    monkeypatch.setenv("HOME", str(exported[2].parent))
+    adapter = f"~/{exported[2].name}"
+    assert LoRA(r=4, rslora=True, modules_to_save=["norm"], adapter=adapter).adapter == str(exported[2])
+
+
 def test_an_adapter_export_needs_an_adapter(tmp_path):
     with pytest.raises(ValueError, match=r"HFExport.adapter needs a run with LoRA: set model.lora"):
         fit(GRPOLightningModule(**COMMON), tmp_path, 1, callbacks=[HFExport(adapter=True)])

@@ -65,6 +65,7 @@ class HFExport(pl.Callback):
             self.dirpath = os.path.join(folder, "hf")
         if not _is_local_file_protocol(self.dirpath):
             raise ValueError(f"HFExport writes to local folders only, got {str(self.dirpath)!r}: set its dirpath")
+        self.dirpath = Path(self.dirpath).expanduser()
         if self.adapter and pl_module.settings.lora is None:
             raise ValueError("HFExport.adapter needs a run with LoRA: set model.lora, or leave it out")
         if self.adapter and "actor" not in pl_module.roles:

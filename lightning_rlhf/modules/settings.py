@@ -53,7 +53,9 @@ class LoRA:
         if self.target_modules == []:
             raise ValueError("model.lora.target_modules must name linear layers, or be all-linear, got an empty list")
         if self.adapter is not None:
-            self._check_adapter(Path(self.adapter))
+            folder = Path(self.adapter).expanduser()
+            object.__setattr__(self, "adapter", str(folder))
+            self._check_adapter(folder)
 
     def config(self) -> LoraConfig:
         """In peft's terms, for a causal language model."""
