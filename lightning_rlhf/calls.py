@@ -25,7 +25,7 @@ from lightning_rlhf.process_rewards import Steps, read_steps
 from lightning_rlhf.rewards import RewardError, text_of
 
 _STATE = ("trainer_state", "log_metric", "log_extra")
-_RESERVED = ("mean", "std", "square", "failures", "abstained", "frac_zero_std")
+_RESERVED = ("mean", "std", "square", "failures", "abstained", "frac_zero_std", "greedy_mean", "generated_mean")
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _VERL_COLUMNS = ("data_source", "ground_truth", "reward_model", "answer", "solution", "extra_info")
 

@@ -210,7 +210,7 @@ def test_what_functions_log_is_kept():
     assert scores.columns == {"shout": list("ABCD")}
 
 
-@pytest.mark.parametrize("name", ["failures", "abstained", "mean", "length/mean"])
+@pytest.mark.parametrize("name", ["failures", "abstained", "mean", "length/mean", "greedy_mean", "generated_mean"])
 def test_a_function_cannot_log_under_a_name_of_the_trainers_metrics(name):
     def logs(completions, log_metric):
         log_metric(name, 0.5)
