@@ -26,16 +26,19 @@ from lightning.pytorch.utilities import rank_zero_info
 from transformers.utils.logging import disable_progress_bar
 
 from lightning_rlhf.callbacks.checkpoint import IterationCheckpoint
+from lightning_rlhf.callbacks.manifest import resolved_config
 from lightning_rlhf.callbacks.preemption import Preemption, checkpoint_of_job, restarts
 from lightning_rlhf.callbacks.progress import IterationProgress
 from lightning_rlhf.callbacks.rollout import RolloutCallback
 from lightning_rlhf.callbacks.samples import Samples
 from lightning_rlhf.callbacks.summary import PlanSummary
 from lightning_rlhf.callbacks.watchdog import Watchdog, must_end
-from lightning_rlhf.cli_errors import fail
+from lightning_rlhf.cli_errors import fail, is_first_of_node
+from lightning_rlhf.last_words import Ended, exchanged
 from lightning_rlhf.modules.base import RLHFLightningModule
 from lightning_rlhf.modules.roles import SCORED
 from lightning_rlhf.modules.training import TrainedModule
+from lightning_rlhf.options import flat
 from lightning_rlhf.plan.offline import plan_offline, precision_name
 from lightning_rlhf.plan.table import full, show
 from lightning_rlhf.precision import FSDP2Precision
@@ -68,13 +71,14 @@ class RLHFParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:  # an inner parser that tries one of several types
             super().error(message, ex)
-        fail(message, code=2)
+        fail(message, code=2, own=is_first_of_node())
 
 
 class _Started(pl.Callback):
-    """Knows whether the first batch was reached: until then an error is about the configuration."""
+    """Knows whether the first batch was reached (until then an error is about the configuration), and why other ranks ended."""
 
     started = False
+    ended: Ended | None = None
 
     def on_train_batch_start(self, *args: Any) -> None:
         self.started = True
@@ -85,6 +89,9 @@ class _Started(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if trainer.world_size > 1 and isinstance(exception, Exception):  # the others wait for this process's end
             must_end(f"the clean-up after {type(exception).__name__}", CLEAN_UP_S)
+            self.ended = exchanged(exception)
+            if self.ended is not None and self.ended.cause is not None:
+                exception.add_note(f"lightning-rlhf: {self.ended.cause}")
 
 
 class _Commands(pl.Trainer):
@@ -94,6 +101,7 @@ class _Commands(pl.Trainer):
         """The strategy learns here which checkpoint ``ckpt_path``, last or best is: Lightning says so once models are built."""
         if isinstance(self.strategy, FSDPUlyssesStrategy):
             self.strategy.resumes_from = kwargs.get("ckpt_path")
+            self.strategy.options = flat(resolved_config(self) or {})
         return super()._run(*args, **kwargs)
 
     def plan(self, devices: PositiveInt | None = None, device_memory_gb: PositiveFloat = 80.0) -> None:
@@ -346,7 +354,8 @@ def run(cli: type[CLI], args: Sequence[str] | None = None) -> CLI:
             cli.progress.started and not isinstance(error, SaveFailed | RewardError)
         ):
             raise
-        everywhere = FileNotFoundError | SaveFailed  # what all processes say
-        own = isinstance(error, RuntimeError | OSError) and not isinstance(error, everywhere)
-        own = own or (isinstance(error, RewardError) and cli.progress.started)
-        fail(f"{error}" or type(error).__name__, own=own)
+        message = f"{error}" or type(error).__name__
+        if (ended := cli.progress.ended) is None:  # the ranks have not met
+            of_node = isinstance(error, FileNotFoundError | ImportError | MisconfigurationException)
+            fail(message, own=is_first_of_node() if of_node else isinstance(error, RuntimeError | OSError))
+        fail(ended.cause or message, own=0 in ended.silent if ended.echo else not ended.said_by_first)

@@ -119,7 +119,7 @@ def _suggestion(text: str, place: str) -> str:
 
 
 def fail(message: str, code: int = 1, *, own: bool = False) -> NoReturn:
-    """Print one line and exit; the first process speaks for all, unless the error is this process's ``own``."""
+    """Print one line and exit; rank 0 speaks for all, unless the error is this process's ``own``."""
     rank = _rank()
     if rank == 0 or own:
         where = f" (rank {rank})" if rank else ""
@@ -127,6 +127,11 @@ def fail(message: str, code: int = 1, *, own: bool = False) -> NoReturn:
         sys.stderr.write(f"lightning-rlhf: error{where}: {' '.join(readable(message).split())}\n")
         sys.stderr.flush()
     sys.exit(code)
+
+
+def is_first_of_node() -> bool:
+    """Whether this process speaks for those of its machine about what is or is not there."""
+    return all(os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "SLURM_LOCALID"))
 
 
 def _rank() -> int:

@@ -10,7 +10,7 @@ sequence-parallel group are one data rank and see the same prompts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ import lightning.pytorch as pl
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_rlhf.meeting import check_alike
 from lightning_rlhf.prompts import PromptEncoder, PromptTable
 from lightning_rlhf.sampler import PromptSampler, check_batch_size, fit_position
 from lightning_rlhf.sources import Rows, TaskRows, first_line, read_rows
@@ -228,7 +229,8 @@ class PromptDataModule(pl.LightningDataModule):
         """Tokenise and check; a second call for the same module does nothing.
 
         Raises:
-            ValueError: a prompt that is none, ``batch_size`` not a multiple of the data ranks, a set below one batch.
+            ValueError: a prompt that is none, ``batch_size`` not a multiple of the data ranks, a set below one batch, other data
+            on another rank.
         """
         if (module := None if self.trainer is None else self.trainer.lightning_module) is not self._module:
             self._module, self.train_table, self.val_tables = module, None, {}  # another tokenizer
@@ -250,6 +252,9 @@ class PromptDataModule(pl.LightningDataModule):
                     f"data.batch_size={self.batch_size} is more than the {len(self.train_table)} training prompts there"
                     " are: lower it, or add data"
                 )
+        if self.trainer is not None:
+            validation = {f"validation set {name}": table for name, table in self.val_tables.items()}
+            check_same_rows({"training set": self.train_table, **validation})
 
     def _val_tables(self) -> dict[str, PromptTable]:
         size = len(self.train_rows)
@@ -362,6 +367,15 @@ def set_name(source: Any) -> str:
         return "heldout"
     path = Path(source)
     return path.stem if path.suffix in (".jsonl", ".json", ".parquet", ".csv") else path.name.rpartition(".")[2]
+
+
+def check_same_rows(tables: Mapping[str, Any]) -> None:
+    """Raise ValueError on all ranks if the tables of one differ: its epoch would end earlier, and all wait for it. Collective."""
+    found = {
+        f"data: the {name}": None if table is None else f"of {len(table)} rows (fingerprint {table.fingerprint})"
+        for name, table in tables.items()
+    }
+    check_alike(found, "give all nodes the same files")
 
 
 def training_sampler(data: Any, rows: int, **ranks: Any) -> PromptSampler:

@@ -1,4 +1,4 @@
-"""Where the processes of one attempt of a job meet.
+"""Where the processes of one attempt of a job meet, and whether they are of one mind.
 
 torchrun keeps one store for all attempts (``--max-restarts``), and torch 2.13 looks in it under the same names each time: a
 process that comes early reads the address of one that is dead, and all wait for each other until the time-out. (The number of
@@ -12,7 +12,9 @@ import json
 import os
 import time
 import uuid
+from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -52,3 +54,29 @@ def name_of_attempt(store: dist.Store, rank: int, ranks: int, timeout: timedelta
                 return str(present[0])
         time.sleep(0.02)
     raise TimeoutError(f"not all of {ranks} processes came within {timeout.total_seconds():g} s")
+
+
+def check_alike(own: Mapping[str, Any], remedy: str) -> None:
+    """Compare what all ranks should have in common. Collective.
+
+    Args:
+        own: this rank's, plain values by name. Absolute paths and URLs may differ: nodes keep files in different places.
+        remedy: what to do about a difference.
+
+    Raises:
+        ValueError: a rank has something else than rank 0; the same on all ranks.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, dict(own))
+    first = everybody[0]
+    for rank, other in enumerate(everybody):
+        for name in (*first, *(other.keys() - first.keys())):
+            here, there = first.get(name), other.get(name)
+            if here != there and not (_is_place(here) or _is_place(there)):
+                raise ValueError(f"{name} is {there} on rank {rank} and {here} on rank 0: {remedy}")
+
+
+def _is_place(value: Any) -> bool:
+    return isinstance(value, str) and (os.path.isabs(value) or "://" in value)

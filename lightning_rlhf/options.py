@@ -1,4 +1,5 @@
-"""Options that come from Python, where no parser has looked at them: dicts as in YAML, and misspelled names in one line."""
+"""Options that come from Python, where no parser has looked at them: dicts as in YAML, and misspelled names in one line; options
+by the names they have on a command line."""
 
 from __future__ import annotations
 
@@ -82,3 +83,14 @@ def suggestion(name: str, known: Collection[str]) -> str:
 def parameters_of(kind: type) -> set[str]:
     """What a class and those that it hands its keywords on to can be given."""
     return {name for base in kind.__mro__[:-1] for name in inspect.signature(base).parameters} - {"args", "kwargs"}
+
+
+def flat(options: Any, name: str = "") -> dict[str, Any]:
+    """Of nested dicts and lists their leaves, by the names that they have on a command line; an item of a list by its number."""
+    if isinstance(options, Mapping) and options:
+        inner = [(name if key == "init_args" else f"{name}.{key}".lstrip("."), value) for key, value in options.items()]
+    elif isinstance(options, list) and options:
+        inner = [(f"{name}[{number}]", value) for number, value in enumerate(options)]
+    else:
+        return {name: options}
+    return {leaf: value for key, below in inner for leaf, value in flat(below, key).items()}

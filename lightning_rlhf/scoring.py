@@ -26,6 +26,7 @@ from traceback import extract_tb
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 
 from lightning_rlhf.calls import Outcome, Reward, RewardJob
 from lightning_rlhf.process_rewards import Steps, token_rewards
@@ -208,8 +209,8 @@ class _Run:
         if single:
             self.lost[[row for rows in single for row in rows]] = True
             warnings.warn(
-                f"reward {self.reward.name}: {len(single)} of {self.size} responses could not be scored and are left"
-                f" out, the first error: {self._reason()}",
+                f"reward {self.reward.name}: {len(single)} of {self.size} responses could not be scored{_on_this_rank()} and"
+                f" are left out, the first error: {self._reason()}",
                 stacklevel=3,
             )
 
@@ -304,6 +305,11 @@ def _place(error: BaseException | None) -> str:
     ours = [i for i, frame in enumerate(frames) if Path(frame.filename).is_relative_to(Path(__file__).parent)]
     theirs = frames[ours[-1] + 1 :] if ours else []
     return f" ({Path(theirs[0].filename).name}, line {theirs[0].lineno})" if theirs else ""
+
+
+def _on_this_rank() -> str:
+    alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
+    return "" if alone else f" on rank {dist.get_rank()}"
 
 
 def _function(one: Callable[..., Any] | str) -> Callable[..., Any]:

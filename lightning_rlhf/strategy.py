@@ -11,7 +11,7 @@ LightningModule (hooks of a sharded LightningModule would never fire: Lightning 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -30,8 +30,9 @@ from typing_extensions import override
 from lightning_rlhf.background import Background
 from lightning_rlhf.checkpointing import DistributedCheckpoints
 from lightning_rlhf.host_memory import HostBlocks, local_of
-from lightning_rlhf.meeting import store_of_attempt
+from lightning_rlhf.meeting import check_alike, store_of_attempt
 from lightning_rlhf.precision import FSDP2Precision
+from lightning_rlhf.run_folders import take_folders
 from lightning_rlhf.ulysses import gather_sequence, shard_sequence
 
 
@@ -81,6 +82,7 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
         self.sequence_parallel_size = sequence_parallel_size
         self.data_parallel_replicate = data_parallel_replicate
         self.prefetch, self.reshard_after_forward, self.min_num_params = prefetch, reshard_after_forward, min_num_params
+        self.options: Mapping[str, Any] = {}  # of the command line, by name: the same on all ranks
         self._data_mesh: DeviceMesh | None = None
         self._neighbours: dict[int, dist.ProcessGroup] = {}
 
@@ -92,6 +94,7 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
             self._process_group_backend = "cpu:gloo,cuda:nccl"
         self.check_world_size(self.num_nodes * self.num_processes, self.num_nodes)
         self._setup_distributed()  # not super(): that builds Lightning's own (data, tensor) mesh
+        check_alike(self.options, "start all processes with the same options")
         device, sp = self.root_device.type, self.sequence_parallel_size
         self._data_mesh = init_device_mesh(device, (self.world_size // sp, sp), mesh_dim_names=("dp", "sp"))
         self._neighbours = {}
@@ -109,6 +112,8 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
         self.open_early()
+        if self.is_global_zero:
+            take_folders(self.lightning_module.trainer.loggers)
 
     def replicas(self, num_nodes: int) -> int:
         """Copies of the sharded model on so many nodes."""

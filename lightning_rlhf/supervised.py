@@ -18,7 +18,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_rlhf.conversations import Learned, Piece, answer, demonstration, preference, whole
-from lightning_rlhf.data import PromptLoader, set_name, tokenizer_of, training_sampler
+from lightning_rlhf.data import PromptLoader, check_same_rows, set_name, tokenizer_of, training_sampler
 from lightning_rlhf.example_table import ExampleTable
 from lightning_rlhf.prompts import PromptEncoder
 from lightning_rlhf.sampler import PromptSampler
@@ -116,7 +116,7 @@ class SupervisedDataModule(pl.LightningDataModule, ABC):
         """Tokenise and check; a second call for the same module does nothing.
 
         Raises:
-            ValueError: a row that is no example, or fewer rows than one batch.
+            ValueError: a row that is no example, fewer rows than one batch, or other data on another rank.
         """
         if (module := None if self.trainer is None else self.trainer.lightning_module) is not self._module:
             # another tokenizer, and a reward model reads pairs in another way than DPO
@@ -139,6 +139,8 @@ class SupervisedDataModule(pl.LightningDataModule, ABC):
             rows = self.val_rows or self.train_rows
             first = 0 if self.val_rows else size - self.val_size
             self.val_table = self._table("validation", rows, range(first, len(rows)))
+        if self.trainer is not None:
+            check_same_rows({"training set": self.train_table, "validation set": self.val_table})
 
     def _table(self, which: str, rows: Rows, numbers: range) -> ExampleTable:
         source = "data" if rows is self.train_rows else "data.val_path" if self.val_path else "data.val_split"

@@ -42,6 +42,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_rlhf import storage
 from lightning_rlhf.callbacks.disk import warn_of_little_space
 from lightning_rlhf.callbacks.manifest import write_manifest
+from lightning_rlhf.run_folders import only_looking
 
 T = TypeVar("T")
 
@@ -334,8 +335,9 @@ class IterationCheckpoint(ModelCheckpoint):
         return _on_rank_zero(lambda: storage.is_complete(str(filepath)), str(filepath))
 
     def folder(self, trainer: pl.Trainer) -> str:
-        """Where it saves."""
-        return str(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+        """Where it saves, or would if it took its logger's next number now."""
+        with only_looking(trainer.loggers):
+            return str(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
 
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
         self._settle(trainer)

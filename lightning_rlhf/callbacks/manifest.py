@@ -36,7 +36,7 @@ def manifest(trainer: pl.Trainer, module: Any) -> dict[str, Any]:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "resumed_from": trainer.ckpt_path and str(trainer.ckpt_path),
         **module.description,
-        "config": _config(trainer),
+        "config": resolved_config(trainer),
         "git": git_state(Path.cwd()),
         "data": getattr(trainer.datamodule, "fingerprint", None),  # type: ignore[attr-defined]
         "mesh": {
@@ -73,7 +73,8 @@ def _write(folder: str, text: str) -> None:
         file.write(text)
 
 
-def _config(trainer: pl.Trainer) -> Any:
+def resolved_config(trainer: pl.Trainer) -> Any:
+    """As the command line has it, plain values; None for a run out of Python, and with ``fast_dev_run``."""
     saver = next((c for c in trainer.callbacks if isinstance(c, SaveConfigCallback)), None)  # type: ignore[attr-defined]
     return None if saver is None else yaml.safe_load(saver.parser.dump(saver.config, skip_none=False))
 

@@ -172,15 +172,15 @@ class ScoredModule(TrainedModule):
                     raise ValueError(f"score() must return one reward per response: ({len(rollout)},), got {got}")
         except Exception as error:
             failure = error
-        result, message = self.strategy.broadcast_object_sp(
-            (result, failure and f"{type(failure).__name__}: {failure}")
-        )
-        messages = [m for m in self.strategy.all_gather_objects_dp(message) if m]
+        told = failure and (self.trainer.global_rank, f"{type(failure).__name__}: {failure}")
+        result, told = self.strategy.broadcast_object_sp((result, told))
+        failures = [one for one in self.strategy.all_gather_objects_dp(told) if one]
         if failure is not None:
             raise failure
-        if messages:
-            kind = RewardError if messages[0].startswith(RewardError.__name__) else RuntimeError
-            raise kind(f"score() failed on another rank: {messages[0]}")
+        if failures:
+            rank, message = failures[0]
+            kind = RewardError if message.startswith(RewardError.__name__) else RuntimeError
+            raise kind(f"score() failed on rank {rank}: {message}")
         return result
 
     def _ask_reward_model(self, rollout: Rollout) -> dict[str, tuple[Tensor, float]]:
