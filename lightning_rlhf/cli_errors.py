@@ -135,9 +135,13 @@ def is_first_of_node() -> bool:
 
 
 def _rank() -> int:
-    """Of this process as far as its launcher says: torchrun, srun, or Lightning itself on each node."""
+    """Of this process as far as its launcher says: torchrun, srun, or Lightning itself on each node.
+
+    In a shell of SLURM's all processes are of one task: Lightning goes by the same names.
+    """
     environment = os.environ
-    for name in ("RANK", "SLURM_PROCID"):
+    in_a_shell = environment.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    for name in ("RANK",) if in_a_shell else ("RANK", "SLURM_PROCID"):
         if name in environment:
             return int(environment[name])
     return int(environment.get("NODE_RANK", 0)) or int(environment.get("LOCAL_RANK", 0))

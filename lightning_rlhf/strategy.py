@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
@@ -53,8 +54,8 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
             does around each unit takes the CPU longer than a small layer takes the GPU.
 
     Raises:
-        ValueError: the world size is not a multiple of ``sequence_parallel_size * data_parallel_replicate``, or a
-            sequence-parallel group would span nodes.
+        ValueError: the world size is not a multiple of ``sequence_parallel_size * data_parallel_replicate``, a
+            sequence-parallel group would span nodes, or torchrun or SLURM has started another number of processes.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
 
     @override
     def setup_environment(self) -> None:
+        self._check_launched()
         if self._process_group_backend is None and self.root_device.type == "cuda":
             self._process_group_backend = "cpu:gloo,cuda:nccl"
         self.check_world_size(self.num_nodes * self.num_processes, self.num_nodes)
@@ -112,8 +114,8 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
         self.open_early()
-        if self.is_global_zero:
-            take_folders(self.lightning_module.trainer.loggers)
+        if self.is_global_zero and (trainer := self.lightning_module._trainer) is not None:
+            take_folders(trainer.loggers)
 
     def replicas(self, num_nodes: int) -> int:
         """Copies of the sharded model on so many nodes."""
@@ -131,6 +133,20 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
             raise ValueError(
                 f"sequence_parallel_size={sp} must divide the {world_size // num_nodes} processes of a node, a group would"
                 " span nodes: lower it or change trainer.devices"
+            )
+
+    def _check_launched(self) -> None:
+        """Raise ValueError if somebody else has started another number of processes: Lightning goes on with some of them."""
+        environment = self.cluster_environment
+        if environment is None or isinstance(environment, LightningEnvironment):
+            return
+        launched, asked = environment.world_size(), self.num_processes * self.num_nodes
+        if launched != asked:
+            launcher = type(environment).__name__.removesuffix("Environment").replace("TorchElastic", "torchrun")
+            raise ValueError(
+                f"{launcher} has started {launched} process{'' if launched == 1 else 'es'}, but trainer.devices x"
+                f" trainer.num_nodes is {self.num_processes} x {self.num_nodes}: start one process per device (srun"
+                " --ntasks-per-node, torchrun --nproc_per_node), or set the two to what was started"
             )
 
     @override

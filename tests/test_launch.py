@@ -151,6 +151,37 @@ def test_a_group_that_would_span_nodes_is_refused_by_the_first_process_alone(tmp
     assert lines[1] == []
 
 
+SLURM = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NNODES": "1"}
+SLURM |= {"SLURM_NODEID": "0", "SLURM_NODELIST": "localhost"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "environment", "devices", "said"),
+    [
+        ([*TORCHRUN, "--nproc_per_node=2", "--standalone"], {}, 1, "torchrun has started 2 processes"),
+        ([*TORCHRUN, "--nproc_per_node=1", "--standalone"], {}, 2, "torchrun has started 1 process"),
+        (ITSELF, SLURM | {"SLURM_JOB_NAME": "train"}, 2, "SLURM has started 1 process"),
+    ],
+)
+def test_another_number_of_processes_than_was_asked_for_is_refused(launcher, environment, devices, said, tmp_path):
+    """Lightning would train on one of two devices, or look for a device that is not there."""
+    fit = ["-m", "lightning_rlhf", "fit", "--config", "configs/tiny_grpo.yaml", *TWO, "--trainer.logger=false"]
+    ((status, stderr),) = outcomes(tmp_path, [([*launcher, *fit, f"--trainer.devices={devices}"], environment)])
+    assert status == 1
+    (line,) = [line for line in stderr.splitlines() if line.startswith("lightning-rlhf: error")]
+    asked = f"but trainer.devices x trainer.num_nodes is {devices} x 1: start one process per device"
+    assert line.startswith(f"lightning-rlhf: error: {said}, {asked}")
+
+
+def test_in_a_shell_of_slurm_s_one_process_speaks_for_all(tmp_path):
+    """They inherit the variables of the shell's one task."""
+    fit = ["-m", "lightning_rlhf", "fit", "--config", "configs/tiny_grpo.yaml", *TWO, "--trainer.logger=false"]
+    options = ["--trainer.devices=2", "--data.batch_size=7"]
+    ((status, stderr),) = outcomes(tmp_path, [([*ITSELF, *fit, *options], SLURM | {"SLURM_JOB_NAME": "bash"})])
+    assert status > 0
+    assert len([line for line in stderr.splitlines() if line.startswith("lightning-rlhf: error")]) == 1, stderr
+
+
 SLEEPS = """
 import fcntl, subprocess, sys
 held = open(sys.argv[1], "w")
