@@ -26,6 +26,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from transformers.utils.logging import disable_progress_bar
 
 from lightning_rlhf.callbacks.checkpoint import IterationCheckpoint
+from lightning_rlhf.callbacks.hf_export import ExportFailed
 from lightning_rlhf.callbacks.manifest import resolved_config
 from lightning_rlhf.callbacks.preemption import Preemption, checkpoint_of_job, restarts
 from lightning_rlhf.callbacks.progress import IterationProgress
@@ -330,7 +331,8 @@ def run(cli: type[CLI], args: Sequence[str] | None = None) -> CLI:
     """Parse the arguments and do what they say. Errors of the configuration end in one line.
 
     Set LIGHTNING_RLHF_TRACEBACK=1 to see where they come from. Errors after the first batch was reached are raised as they
-    are, with their traceback, but for a reward function that breaks its contract and a last checkpoint that could not be written.
+    are, with their traceback, but for a reward function that breaks its contract and a last checkpoint or export that could
+    not be written.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # your own module by class_path, as with `python -m`
@@ -351,7 +353,7 @@ def run(cli: type[CLI], args: Sequence[str] | None = None) -> CLI:
         RuntimeError,
     ) as error:
         if os.environ.get("LIGHTNING_RLHF_TRACEBACK") or (
-            cli.progress.started and not isinstance(error, SaveFailed | RewardError)
+            cli.progress.started and not isinstance(error, SaveFailed | RewardError | ExportFailed)
         ):
             raise
         message = f"{error}" or type(error).__name__

@@ -26,7 +26,7 @@ from toys import spawn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lightning_rlhf.callbacks.checkpoint import IterationCheckpoint, latest_complete
-from lightning_rlhf.callbacks.hf_export import HFExport, export, write_folder
+from lightning_rlhf.callbacks.hf_export import ExportFailed, HFExport, export, write_folder
 from lightning_rlhf.callbacks.memory import Memory, resident_bytes
 from lightning_rlhf.callbacks.progress import IterationProgress
 from lightning_rlhf.callbacks.rollout import RolloutCallback
@@ -738,6 +738,36 @@ def test_a_failed_export_leaves_nothing_and_says_why(tmp_path: Path, tokenizer: 
     write_folder(tmp_path / "hf" / "iteration_000001", dict(toy.root.hf_named_parameters()), model_path, tokenizer)
     assert "old" not in os.listdir(tmp_path / "hf" / "iteration_000001")
     assert "model.safetensors" in os.listdir(tmp_path / "hf" / "iteration_000001")
+
+
+class FailsIn(Recording):
+    def __init__(self, *iterations: int) -> None:
+        super().__init__()
+        self.iterations = [f"iteration_{i:06d}" for i in iterations]
+
+    def save_pretrained(self, folder: Path) -> None:
+        super().save_pretrained(folder)
+        if self.folders[-1] in self.iterations:
+            raise OSError("disk full")
+
+
+def test_an_export_that_fails_during_the_run_ends_it_at_its_end_only(tmp_path: Path, model_path: str) -> None:
+    toy = Toy(FailsIn(2), model_path)
+    toy.root = Actor(AutoModelForCausalLM.from_pretrained(model_path).train())
+    saver = IterationCheckpoint(tmp_path / "checkpoints")
+    with pytest.warns(UserWarning, match="iteration_000002 failed: OSError: disk full. The run goes on"):
+        fit(toy, tmp_path, [HFExport(2, dirpath=tmp_path / "hf"), saver], batches=4)
+    assert os.listdir(tmp_path / "hf") == ["iteration_000004"]
+
+    toy.tokenizer = FailsIn(4)
+    with (
+        pytest.warns(UserWarning, match="iteration_000004 failed"),
+        pytest.raises(ExportFailed, match="the same weights"),
+    ):
+        fit(toy, tmp_path, [HFExport(2, dirpath=tmp_path / "again"), saver], batches=4)
+    assert toy.tokenizer.folders == [f"iteration_{i:06d}" for i in (2, 4, 4)]
+    assert os.listdir(tmp_path / "again") == ["iteration_000002"]
+    assert latest_complete(str(tmp_path / "checkpoints")) == f"{tmp_path}/checkpoints/iteration-000004.ckpt"
 
 
 def test_impossible_exports_are_refused(tmp_path: Path, tokenizer: Any, model_path: str) -> None:

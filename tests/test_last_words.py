@@ -37,6 +37,15 @@ def killed_in_its_second_call(completions: list[str], **_: Any) -> list[float]:
     return [float(len(text)) for text in completions]
 
 
+def fails_and_then_breaks_its_contract(completions: list[str], **_: Any) -> list[float]:
+    CALLS[0] += 1
+    if os.environ["NODE_RANK"] == "1":
+        if CALLS[0] > 17:  # what fails is called again for each of the 16 responses
+            return [1.0]
+        raise ValueError("no connection to the judge")
+    return [float(len(text)) for text in completions]
+
+
 def nodes(folder: Path, first: list[str], second: list[str]) -> list[tuple[int, list[str]]]:
     """Exit status of each node and what is said by this package; ``first`` and ``second`` are their own options."""
     own = {"PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parent.parent}"}
@@ -47,7 +56,9 @@ def nodes(folder: Path, first: list[str], second: list[str]) -> list[tuple[int, 
             [(line, own | {"NODE_RANK": str(i), "MASTER_PORT": port}) for i, line in enumerate(commands)],
         )
     )
-    said = [[line for line in text.splitlines() if "lightning-rlhf: " in line] for _, text in found]
+    said = [
+        [line for line in text.splitlines() if "lightning-rlhf: " in line or "on rank " in line] for _, text in found
+    ]
     return [(status, lines) for (status, _), lines in zip(found, said, strict=True)]
 
 
@@ -94,6 +105,19 @@ def test_a_rank_that_is_killed_is_named_below_the_error_of_the_other(tmp_path):
     assert (first, second) == (1, -signal.SIGKILL)
     message = "rank 1 ended without a word: killed, out of host memory for example, or stuck"
     assert said[-1].endswith(f"lightning-rlhf: {message}")
+
+
+@pytest.mark.slow
+def test_a_reward_that_fails_on_one_rank_is_told_of_with_its_rank(tmp_path):
+    options = ["--model.init_args.reward=[test_last_words.fails_and_then_breaks_its_contract]"]
+    (first, said), (second, own) = nodes(tmp_path, options, options)
+    assert first == second == 1
+    name = "fails_and_then_breaks_its_contract"
+    wrong = f"reward {name} must return one number per response, 16, got 1"
+    assert said == [f"lightning-rlhf: error: score() failed on rank 1: RewardError: {wrong}"]
+    lost, error = own
+    assert f"reward {name}: 16 of 16 responses could not be scored on rank 1 and are left out" in lost
+    assert error == f"lightning-rlhf: error (rank 1): {wrong}"
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_rlhf.hf_config import HeadKind, class_of, load_config, padding_of
@@ -73,22 +74,35 @@ class HFExport(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.every_n_iterations and trainer.global_step % self.every_n_iterations == 0:
-            self._export(trainer, pl_module)
+            try:
+                self._export(trainer, pl_module)
+            except ExportFailed as failure:
+                rank_zero_warn(f"{failure}. The run goes on, the next one is tried when it is due")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if self.at_end:
-            self._export(trainer, pl_module)
+            try:
+                self._export(trainer, pl_module)
+            except ExportFailed as failure:
+                raise ExportFailed(
+                    f"{failure}: see to it and take `lightning-rlhf export` of the last checkpoint, which has the same"
+                    " weights"
+                ) from None
 
     def _export(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if trainer.fast_dev_run or self._exported_at == trainer.global_step:  # type: ignore[attr-defined]
             return
-        self._exported_at = trainer.global_step
         assert self.dirpath is not None
         target = Path(self.dirpath) / f"iteration_{trainer.global_step:06d}"
         settings, tokenizer = pl_module.settings, pl_module.tokenizer
         changes, adapter = settings.config_overrides, self.adapter
         trust = settings.trust_remote_code
         export(pl_module.root, target, settings.path, tokenizer, trainer.strategy, trust, changes, adapter=adapter)
+        self._exported_at = trainer.global_step
+
+
+class ExportFailed(RuntimeError):
+    """A folder could not be written; every rank raises it, and what was there before still is."""
 
 
 def export(
@@ -105,7 +119,7 @@ def export(
     """Gather the weights of ``root``, or with ``adapter`` of its adapter, and write them on rank 0: a collective.
 
     Raises:
-        RuntimeError: on every rank if rank 0 could not write, so that none waits for it.
+        ExportFailed: on every rank if rank 0 could not write, so that none waits for it.
     """
     keep = strategy.is_global_zero
     if adapter:
@@ -126,7 +140,7 @@ def export(
             failure = f"{type(error).__name__}: {error}"
     failure = strategy.broadcast(failure)
     if failure is not None:
-        raise RuntimeError(f"the Hugging Face export to {target} failed: {failure}")
+        raise ExportFailed(f"the Hugging Face export to {target} failed: {failure}")
 
 
 def write_folder(
