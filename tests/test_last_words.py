@@ -49,7 +49,9 @@ def fails_and_then_breaks_its_contract(completions: list[str], **_: Any) -> list
 def nodes(folder: Path, first: list[str], second: list[str]) -> list[tuple[int, list[str]]]:
     """Exit status of each node and what is said by this package; ``first`` and ``second`` are their own options."""
     own = {"PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parent.parent}"}
-    commands = [[*ITSELF, *FIT, *NODES, *options] for options in (first, second)]
+    commands = [
+        [*ITSELF, *FIT, *NODES, f"--trainer.default_root_dir={folder}", *options] for options in (first, second)
+    ]
     found = on_a_free_port(
         lambda port: outcomes(
             folder,

@@ -166,7 +166,8 @@ SLURM |= {"SLURM_NODEID": "0", "SLURM_NODELIST": "localhost"}
 def test_another_number_of_processes_than_was_asked_for_is_refused(launcher, environment, devices, said, tmp_path):
     """Lightning would train on one of two devices, or look for a device that is not there."""
     fit = ["-m", "lightning_rlhf", "fit", "--config", "configs/tiny_grpo.yaml", *TWO, "--trainer.logger=false"]
-    ((status, stderr),) = outcomes(tmp_path, [([*launcher, *fit, f"--trainer.devices={devices}"], environment)])
+    options = [f"--trainer.devices={devices}", f"--trainer.default_root_dir={tmp_path}"]
+    ((status, stderr),) = outcomes(tmp_path, [([*launcher, *fit, *options], environment)])
     assert status == 1
     (line,) = [line for line in stderr.splitlines() if line.startswith("lightning-rlhf: error")]
     asked = f"but trainer.devices x trainer.num_nodes is {devices} x 1: start one process per device"
@@ -176,7 +177,7 @@ def test_another_number_of_processes_than_was_asked_for_is_refused(launcher, env
 def test_in_a_shell_of_slurm_s_one_process_speaks_for_all(tmp_path):
     """They inherit the variables of the shell's one task."""
     fit = ["-m", "lightning_rlhf", "fit", "--config", "configs/tiny_grpo.yaml", *TWO, "--trainer.logger=false"]
-    options = ["--trainer.devices=2", "--data.batch_size=7"]
+    options = ["--trainer.devices=2", "--data.batch_size=7", f"--trainer.default_root_dir={tmp_path}"]
     ((status, stderr),) = outcomes(tmp_path, [([*ITSELF, *fit, *options], SLURM | {"SLURM_JOB_NAME": "bash"})])
     assert status > 0
     assert len([line for line in stderr.splitlines() if line.startswith("lightning-rlhf: error")]) == 1, stderr
