@@ -47,13 +47,23 @@ def test_an_engine_that_saw_pictures_leaves_nothing_in_the_pool(tmp_path: Path):
     engine.weight_version = 0
     engine.generate(prompts.ids, GREEDY, seeds=[None] * 4, images=prompts.images)
     engine.close()
-    assert CuMemAllocator.instance.get_current_usage() == 0, "\n".join(_alive())
+    assert CuMemAllocator.instance.get_current_usage() == 0, _alive()
 
 
-def _alive() -> list[str]:
-    """Tensors that are left on the GPU, and what refers to them."""
-    found = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and one.is_cuda]
-    return [
-        f"{tuple(tensor.shape)} {tensor.dtype}: {[str(type(holder)) for holder in gc.get_referrers(tensor)]}"
-        for tensor in found
-    ]
+def _alive() -> str:
+    """What is left in the pool after another collection, and who refers to the outermost modules that are left, and to those."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    gc.collect()
+    modules = [one for one in gc.get_objects() if isinstance(one, torch.nn.Module)]
+    inner = {id(child) for one in modules for child in one.children()}
+    outermost = [one for one in modules if id(one) not in inner and any(p.is_cuda for p in one.parameters())]
+    lines = [f"{CuMemAllocator.instance.get_current_usage()} bytes after another collection"]
+    for module in outermost:
+        lines.append(str(type(module)))
+        for holder in gc.get_referrers(module):
+            if holder is not modules and holder is not outermost:
+                beyond = [str(type(one)) for one in gc.get_referrers(holder)]
+                names = [str(name) for name in holder][:5] if isinstance(holder, dict) else ""
+                lines.append(f"  {type(holder)} {names}: {beyond}")
+    return "\n".join(lines)
