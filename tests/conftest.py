@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from clean import restored
+
+from lightning_rlhf.modules import settings
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,3 +30,17 @@ def clean_module() -> Iterator[None]:
 def clean_process() -> Iterator[None]:
     with restored():
         yield
+
+
+@pytest.fixture
+def looked_for(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Models, each time that their folder was looked for: on the hub that is a request."""
+    found: list[str] = []
+    local_path = settings.local_path
+
+    def noted(model: str, *args: Any, **kwargs: Any) -> str:
+        found.append(model)
+        return local_path(model, *args, **kwargs)
+
+    monkeypatch.setattr(settings, "local_path", noted)
+    return found

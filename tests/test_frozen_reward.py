@@ -27,7 +27,6 @@ from lightning_rlhf.modules.critic import build_critic, check_model
 from lightning_rlhf.modules.frozen_reward import FrozenRewardModel, build_reward_model, scores_of_all
 from lightning_rlhf.modules.score_head import check_same_vocabulary
 from lightning_rlhf.packing import pack, pack_ends
-from lightning_rlhf.paths import local_path
 from lightning_rlhf.tiny import write_byte_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(
@@ -140,18 +139,11 @@ def test_the_model_stays_where_it_is_while_it_scores_between_generations(tmp_pat
     assert module.found[0][2] > 10
 
 
-def test_its_folder_is_looked_for_once_for_the_weights_and_once_for_the_tokenizer(tmp_path, monkeypatch):
-    asked = []
-
-    def noted(model, *args, **kwargs):
-        asked.append(model)
-        return local_path(model, *args, **kwargs)
-
-    monkeypatch.setattr("lightning_rlhf.modules.settings.local_path", noted)
+def test_its_folder_is_looked_for_once_for_the_weights_and_once_for_the_tokenizer(tmp_path, looked_for):
     folder = reward_model(tmp_path)
     module = GRPOLightningModule(**TINY_MODULE, reward_model=FrozenRewardModel(folder))
     fit(module, tmp_path / "run", 1, num_generations=2)
-    assert sorted(asked) == sorted(["random:tiny", folder, folder])
+    assert sorted(looked_for) == sorted(["random:tiny", folder, folder])
 
 
 def test_a_sequence_that_the_model_cannot_take_has_no_score(tmp_path):

@@ -32,7 +32,6 @@ from lightning_rlhf import (
     SFTLightningModule,
 )
 from lightning_rlhf.modules.advantages import grpo
-from lightning_rlhf.paths import local_path
 from lightning_rlhf.rewards import RewardError
 from lightning_rlhf.tiny import tiny_model
 from lightning_rlhf.types import Experience, Scores
@@ -463,19 +462,12 @@ def test_what_is_said_of_the_policy_does_not_change_another_critic(tmp_path):
     assert same.roles["critic"] == same.settings
 
 
-def test_the_model_of_a_critic_is_looked_for_once(tmp_path, monkeypatch):
+def test_the_model_of_a_critic_is_looked_for_once(tmp_path, looked_for):
     """On the hub that is a request, and each checkpoint says what its models are."""
-    asked = []
-
-    def noted(model, *args, **kwargs):
-        asked.append(model)
-        return local_path(model, *args, **kwargs)
-
-    monkeypatch.setattr("lightning_rlhf.modules.settings.local_path", noted)
     critic = str(shutil.copytree(tiny_model(), tmp_path / "critic"))
     saver = IterationCheckpoint(dirpath=tmp_path / "checkpoints", every_n_train_steps=1)
     fit(PPOLightningModule(**COMMON, critic=critic), tmp_path / "run", 3, callbacks=[saver])
-    assert sorted(asked) == sorted(["random:tiny", critic])
+    assert sorted(looked_for) == sorted(["random:tiny", critic])
 
 
 def test_a_reference_that_is_not_there_is_not_offloaded_in_silence():
