@@ -362,13 +362,20 @@ def shut_down(llm: Any, owns_default_group: bool) -> None:
     destroy_groups(owns_default_group)
 
 
+_TABLES_OF_MODULES = {
+    "model_loader.reload.layerwise": "LAYERWISE_INFO",
+    "models.interfaces": "_language_model_by_module",
+}
+
+
 def _forget_cached(model: nn.Module) -> None:
     """Let go of what would keep the model's memory, without which vLLM starts no other engine that sleeps.
 
-    Methods of the tower of Qwen2.5-VL cache by itself; loaders of weights that were repacked refer to their layers.
+    Methods of the tower of Qwen2.5-VL cache by itself; loaders of weights that were repacked refer to their layers; older
+    versions keep every model with pictures.
     """
-    reloading = sys.modules.get("vllm.model_executor.model_loader.reload.layerwise")
-    getattr(reloading, "LAYERWISE_INFO", {}).clear()
+    for module, table in _TABLES_OF_MODULES.items():
+        getattr(sys.modules.get(f"vllm.model_executor.{module}"), table, {}).clear()
     for kind in {type(module) for module in model.modules()}:
         for value in vars(kind).values():
             if hasattr(value, "cache_clear"):

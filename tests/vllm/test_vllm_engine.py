@@ -372,11 +372,14 @@ def test_an_error_closes_the_engine_and_it_can_be_built_again(
 
 def test_nothing_of_a_closed_engine_is_alive(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor that is would keep vLLM from starting another engine with a sleep mode in this process."""
+    from vllm.model_executor.models import interfaces
+
     sync(engine, policy())
     model = engine._model()
     cached = lru_cache(lambda self: self)  # as a method of Qwen2.5-VL's tower
     monkeypatch.setattr(type(model), "cached", cached, raising=False)
     assert model.cached() is model
+    monkeypatch.setattr(interfaces, "_language_model_by_module", {model: model})  # weak since vLLM 0.32
     alive = [weakref.ref(one) for one in (engine.llm, engine._worker, model, next(model.parameters()))]
     del model
     engine.close()
