@@ -159,7 +159,10 @@ SLURM |= {"SLURM_NODEID": "0", "SLURM_NODELIST": "localhost"}
     ("launcher", "environment", "devices", "said"),
     [
         ([*TORCHRUN, "--nproc_per_node=2", "--standalone"], {}, 1, "torchrun has started 2 processes"),
-        ([*TORCHRUN, "--nproc_per_node=1", "--standalone"], {}, 2, "torchrun has started 1 process"),
+        pytest.param(
+            *([*TORCHRUN, "--nproc_per_node=1", "--standalone"], {}, 2, "torchrun has started 1 process"),
+            marks=pytest.mark.slow,
+        ),
         (ITSELF, SLURM | {"SLURM_JOB_NAME": "train"}, 2, "SLURM has started 1 process"),
     ],
 )
