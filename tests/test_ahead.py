@@ -271,7 +271,7 @@ def test_a_failing_update_waits_for_the_engine_before_it_closes_it_and_says_so(t
         run(tmp_path, engine=Slow(), model=model)
     assert seen[0] == 2
     assert (
-        "ZeroDivisionError: of the update; the engine is closed when the responses under way are there" in caplog.text
+        "ZeroDivisionError: of the update; the engine is closed once the generation under way has ended" in caplog.text
     )
 
 
@@ -283,9 +283,10 @@ def test_ctrl_c_while_a_run_waits_for_its_responses_closes_the_engine_when_these
             if threading.current_thread() is not threading.main_thread():
                 assert released.wait(60)
                 time.sleep(0.3)
-            found = super().generate(prompts, sampling, **arguments)
-            done.append("generated")
-            return found
+            try:
+                return super().generate(prompts, sampling, **arguments)
+            finally:
+                done.append("generated")
 
         def close(self) -> None:
             done.append("closed")
@@ -300,6 +301,33 @@ def test_ctrl_c_while_a_run_waits_for_its_responses_closes_the_engine_when_these
     with pytest.raises(SystemExit):
         run(tmp_path, engine=Slow())
     assert done == ["generated", "generated", "closed"]
+
+
+def test_ctrl_c_ends_the_generation_beside_the_update_between_two_of_its_steps():
+    """Of 200 tokens."""
+    steps, begun, at = [0], threading.Event(), [0]
+
+    class Counts(TransformersEngine):
+        def _forward(self, *args, **arguments):
+            if threading.current_thread() is not threading.main_thread():
+                steps[0] += 1
+                begun.set()
+                time.sleep(0.05)
+            return super()._forward(*args, **arguments)
+
+    class Interrupted(GRPOLightningModule):
+        def update(self, experience):
+            assert begun.wait(60)
+            at[0] = steps[0]
+            raise KeyboardInterrupt
+
+    sampling = Sampling(num_generations=2, max_completion_length=200, ignore_eos=True)
+    rollout = RolloutCallback(Counts(), sampling, async_level=1)
+    model = Interrupted(**TINY_MODULE, reward=[even_tokens], correction=Correction())
+    data = toys.PromptDataModule(path="toys.prompts", batch_size=2)
+    with pytest.raises(SystemExit):
+        toys.quiet_trainer(rollout, max_steps=2, enable_checkpointing=False).fit(model, datamodule=data)
+    assert at[0] <= steps[0] < at[0] + 20
 
 
 @pytest.mark.parametrize("error", [None, ValueError("no"), SystemExit(3)])

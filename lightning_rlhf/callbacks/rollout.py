@@ -168,10 +168,11 @@ class RolloutCallback(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._ahead.generates:  # that takes its time, or hangs, and nobody else has told of the exception yet
             log.warning(
-                "%s: %s; the engine is closed when the responses under way are there",
+                "%s: %s; the engine is closed once the generation under way has ended",
                 type(exception).__name__,
                 exception,
             )
+        self.engine.interrupt()
         self._ahead.wait()
         try:
             self.engine.close()

@@ -164,6 +164,9 @@ class RolloutEngine(ABC):
             RuntimeError: no usable weights (asleep, or level-2 sleep without a re-load).
         """
 
+    def interrupt(self) -> None:  # noqa: B027 (an engine may have no steps to stop between)
+        """Let a `generate` of another thread end soon, by an error: the run is over and the engine is closed next."""
+
     @abstractmethod
     def sleep(self, level: int) -> None:
         """Give memory back: 0 keeps everything, 1 drops the KV cache and parks the weights on the host, 2 drops both.

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
+from threading import Event
 from typing import Any, Literal
 
 import torch
@@ -51,8 +52,10 @@ class TransformersEngine(RolloutEngine):
         self.dtype = dtype
         self.model: Any = None
         self._asleep: set[str] = set()
+        self._interrupted = Event()
 
     def setup(self, context: EngineSetup) -> None:
+        self._interrupted.clear()
         if self.model is not None and self.keeps(context):
             return
         self.context = context
@@ -137,6 +140,9 @@ class TransformersEngine(RolloutEngine):
 
     # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def interrupt(self) -> None:
+        self._interrupted.set()
+
     @torch.inference_mode()
     def generate(
         self,
@@ -179,6 +185,8 @@ class TransformersEngine(RolloutEngine):
         first = {row.key: i for i, row in reversed(list(enumerate(rows)))}
         waiting = deque(sorted(rows, key=lambda row: first[row.key]))  # responses to a prompt come one after the other
         while waiting or batch.rows:
+            if self._interrupted.is_set():
+                raise RuntimeError("the generation was interrupted")
             room = self.batch_size - len(batch.rows)
             if waiting and room >= min(len(waiting), max(1, self.batch_size // _REFILLS)):
                 read = self._fill(batch, waiting, read, prefix)

@@ -22,6 +22,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from threading import Event
 from typing import Any, Literal
 
 import torch
@@ -41,6 +42,7 @@ from lightning_rlhf.rollout.vllm_process import (
     gather_ranks,
     held_by_rank,
     high_priority_streams,
+    interruptible,
     is_moe,
     keep_off_shared_memory,
     map_again,
@@ -127,6 +129,7 @@ class VLLMEngine(RolloutEngine):
         self.llm: Any = None
         self._asleep: set[str] = set()
         self._unmapped: Unmapped | None = None
+        self._interrupted = Event()
 
     def setup(self, context: EngineSetup) -> None:
         """See `RolloutEngine.setup`.
@@ -135,6 +138,7 @@ class VLLMEngine(RolloutEngine):
             ImportError: vLLM is missing or its version is not supported.
             ValueError: plain sync on the CPU, or processes that do not divide into engines.
         """
+        self._interrupted.clear()
         if self.llm is not None and self.keeps(context):
             return
         check_version(version_installed())
@@ -409,13 +413,18 @@ class VLLMEngine(RolloutEngine):
             raise ValueError(f"there must be one seed per prompt, got {len(parameters)} for {len(requests)}")
         forget_stream(self._worker.model_runner)
         try:
-            with fork_rng(self.context.device), paused_gc():
+            with fork_rng(self.context.device), paused_gc(), interruptible(self.llm, self._interrupted):
                 outputs = self.llm.generate(requests, parameters, use_tqdm=False)
         except BaseException:
             self._fail()  # requests are left in the scheduler, and perhaps a broken worker
             raise
         check_answers(outputs, prompts, shown)
         return [completion_of(output.outputs[0], log_probs) for output in outputs]
+
+    def interrupt(self) -> None:
+        """See `RolloutEngine.interrupt`. Not with tensor parallelism: other ranks would wait for this one inside a step."""
+        if self.tensor_parallel_size == 1:
+            self._interrupted.set()
 
     def _check_lengths(self, prompts: Sequence[Sequence[int]]) -> None:
         limit = self._config.model_config.max_model_len

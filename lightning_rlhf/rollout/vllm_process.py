@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
-from threading import Lock, current_thread, main_thread
+from threading import Event, Lock, current_thread, main_thread
 from typing import Any
 
 import numpy
@@ -107,6 +107,24 @@ class _Pauses:
 
 
 _pauses = _Pauses()
+
+
+@contextmanager
+def interruptible(llm: Any, interrupted: Event) -> Iterator[None]:
+    """Between two steps of vLLM's, whatever generates ends by a RuntimeError once ``interrupted`` is set."""
+    engine = llm.llm_engine
+    step = engine.step
+
+    def checked() -> Any:
+        if interrupted.is_set():
+            raise RuntimeError("the generation was interrupted")
+        return step()
+
+    engine.step = checked
+    try:
+        yield
+    finally:
+        del engine.step
 
 
 @contextmanager

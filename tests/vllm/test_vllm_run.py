@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from threading import Event, current_thread, main_thread
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,6 +12,7 @@ from test_runs import QUIET, assert_equal_runs, run
 from toys import spawn
 
 from lightning_rlhf import FSDPUlyssesStrategy, GRPOLightningModule, PromptDataModule, RolloutCallback, Sampling
+from lightning_rlhf.modules.correction import Correction
 from lightning_rlhf.rollout import VLLMEngine
 from lightning_rlhf.tiny import share_of_digits
 
@@ -60,22 +63,30 @@ class Fails(GRPOLightningModule):
         raise ArithmeticError("of the module")
 
 
-def fit(module: type[GRPOLightningModule], engine: VLLMEngine, length: int = 8, **options: Any) -> pl.Trainer:
-    """After one iteration."""
+def fit(
+    module: type[GRPOLightningModule],
+    engine: VLLMEngine,
+    length: int = 8,
+    async_level: int = 0,
+    max_steps: int = 1,
+    **options: Any,
+) -> pl.Trainer:
+    """After ``max_steps`` iterations."""
     sampling = Sampling(num_generations=2, max_completion_length=length, ignore_eos=True)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
         strategy=FSDPUlyssesStrategy(),
-        max_steps=1,
+        max_steps=max_steps,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[RolloutCallback(engine, sampling=sampling)],
+        callbacks=[RolloutCallback(engine, sampling=sampling, async_level=async_level)],
     )
     data = PromptDataModule(path="lightning_rlhf.tiny.sums", batch_size=4, max_prompt_length=64)
-    trainer.fit(module("random:tiny", reward=[share_of_digits], **options), datamodule=data)
+    correction = Correction() if async_level else None
+    trainer.fit(module("random:tiny", reward=[share_of_digits], correction=correction, **options), datamodule=data)
     return trainer
 
 
@@ -119,3 +130,41 @@ def test_an_engine_is_closed_after_a_failure_and_serves_the_next_run_otherwise()
     assert steps == [1, 1]
     assert "there is already an engine in this process, vLLM can run one: close it first" in refused
     assert after == 1
+
+
+class Interrupted(GRPOLightningModule):
+    """By Ctrl-C in the first update, when the generation beside it is under way."""
+
+    begun = Event()
+
+    def update(self, experience: object) -> dict[str, float]:
+        assert self.begun.wait(60)
+        raise KeyboardInterrupt
+
+
+def steps_to_the_end(rank: int) -> tuple[int, bool, int]:
+    """Of 200 that the generation beside the update would take, whether the engine was closed, iterations of the next run."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    step, beside = LLMEngine.step, []
+
+    def counted(engine: Any) -> Any:
+        if current_thread() is not main_thread():
+            beside.append(None)
+            Interrupted.begun.set()
+            time.sleep(0.05)
+        return step(engine)
+
+    LLMEngine.step = counted
+    engine = VLLMEngine(kv_cache_memory_bytes=32 << 20)
+    with pytest.raises(SystemExit):
+        fit(Interrupted, engine, length=200, async_level=1, max_steps=2)
+    closed = engine.llm is None
+    return len(beside), closed, fit(GRPOLightningModule, engine, async_level=1, max_steps=2).global_step
+
+
+def test_ctrl_c_ends_the_generation_beside_the_update_between_two_of_its_steps():
+    ((steps, closed, after),) = spawn(steps_to_the_end, 1)
+    assert 1 <= steps < 20
+    assert closed
+    assert after == 2
