@@ -22,10 +22,10 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from transformers.utils.logging import disable_progress_bar
 
-from lightning_rlhf.callbacks.checkpoint import IterationCheckpoint
+from lightning_rlhf.callbacks.checkpoint import IterationCheckpoint, versions_of
 from lightning_rlhf.callbacks.hf_export import ExportFailed
 from lightning_rlhf.callbacks.manifest import resolved_config
 from lightning_rlhf.callbacks.preemption import Preemption, checkpoint_of_job, restarts
@@ -63,6 +63,7 @@ _NOISE = (
     r".*LeafSpec.*is deprecated.*",
     r".*Checkpoint directory .* exists and is not empty.*",
     r".*sync_dist=True.*",
+    r".*there is no last checkpoint available.*",  # `_Commands` says so
 )
 
 
@@ -98,11 +99,21 @@ class _Started(pl.Callback):
 class _Commands(pl.Trainer):
     """Lightning makes a subcommand of each method: of those that a run has, and of one that only looks at it."""
 
+    asks_for_last = False
+
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """The strategy learns here which checkpoint ``ckpt_path``, last or best is: Lightning says so once models are built."""
         if isinstance(self.strategy, FSDPUlyssesStrategy):
             self.strategy.resumes_from = kwargs.get("ckpt_path")
             self.strategy.options = flat(resolved_config(self) or {})
+        if self.asks_for_last and kwargs.get("ckpt_path") is None:
+            savers = [c for c in self.checkpoint_callbacks if isinstance(c, IterationCheckpoint)]
+            places = " or ".join(versions_of(saver.folder(self)) for saver in savers)
+            begins = "the run starts from the beginning" if self.training else "the model is taken as it is"
+            rank_zero_warn(
+                f"ckpt_path: last finds no complete checkpoint in {places or 'any folder, for want of an IterationCheckpoint'}:"
+                f" {begins}; if there is one elsewhere, give its path"
+            )
         return super()._run(*args, **kwargs)
 
     def plan(self, devices: PositiveInt | None = None, device_memory_gb: PositiveFloat = 80.0) -> None:
@@ -256,6 +267,7 @@ class RLHFCLI(LightningCLI):
                 sys.exit(1)
             return None
         if subcommand != "plan":
+            self.trainer.asks_for_last = self.config_init[subcommand].ckpt_path == "last"  # type: ignore[attr-defined]
             return super()._run_subcommand(subcommand)
         made = self.config_init.plan
         if not isinstance(made.model, RLHFLightningModule):

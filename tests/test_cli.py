@@ -289,6 +289,38 @@ def test_a_checkpoint_is_taken_and_read_once(command, given, checkpoints, monkey
     assert read == [f"{tmp_path}/c/run.ckpt"]
 
 
+@pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
+@pytest.mark.parametrize(
+    ("command", "saver", "where", "begins"),
+    [
+        (
+            "fit",
+            "[lightning_rlhf.IterationCheckpoint]",
+            "{}/run/version_*/checkpoints",
+            "the run starts from the beginning",
+        ),
+        ("fit", "[]", "any folder, for want of an IterationCheckpoint", "the run starts from the beginning"),
+        (
+            "validate",
+            "[lightning_rlhf.IterationCheckpoint]",
+            "{}/run/version_*/checkpoints",
+            "the model is taken as it is",
+        ),
+    ],
+)
+def test_that_there_is_no_last_checkpoint_is_said_in_one_line(command, saver, where, begins, tmp_path):
+    logger = [f"--trainer.logger.init_args.save_dir={tmp_path}", "--trainer.logger.init_args.name=run"]
+    options = [*QUIET[1:], f"--trainer.callbacks={saver}", "--trainer.max_steps=1", "--data.val_size=8"]
+    with pytest.warns(UserWarning, match="ckpt_path: last") as told:
+        main([command, *GRPO[1:], *logger, *options, "--ckpt_path=last"])
+    (said,) = [str(one.message) for one in told if "last" in str(one.message)]
+    place = where.format(tmp_path)
+    assert (
+        said
+        == f"ckpt_path: last finds no complete checkpoint in {place}: {begins}; if there is one elsewhere, give its path"
+    )
+
+
 def test_a_mistake_in_a_process_of_its_own_prints_no_traceback(tmp_path):
     command = [sys.executable, "-m", "lightning_rlhf", *PPO, "--model.lr=-1"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)

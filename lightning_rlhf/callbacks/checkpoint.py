@@ -352,17 +352,25 @@ class IterationCheckpoint(ModelCheckpoint):
         return {latest}
 
 
+_VERSION = re.compile(r"(.+)/version_\d+/([^/]+)")
+
+
 def folders_of_versions(folder: str) -> Iterator[str]:
     """A folder of checkpoints, then that of each earlier run of a logger: ``folder`` is .../name/version_7/checkpoints."""
     folder = folder.rstrip("/")
     yield folder
-    parts = re.fullmatch(r"(.+)/version_\d+/([^/]+)", folder)
+    parts = _VERSION.fullmatch(folder)
     if parts is None:
         return
     numbers = [path.rpartition("version_")[2] for path, _ in storage.listed(parts[1])]
     for number in sorted((int(n) for n in numbers if n.isdigit()), reverse=True):
         if (other := f"{parts[1]}/version_{number}/{parts[2]}") != folder:
             yield other
+
+
+def versions_of(folder: str) -> str:
+    """All of `folders_of_versions`, in a line."""
+    return _VERSION.sub(r"\1/version_*/\2", folder)
 
 
 def latest_complete(dirpath: str) -> str | None:
