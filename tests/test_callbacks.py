@@ -324,6 +324,30 @@ def test_what_a_sleeping_engine_gave_back_is_no_memory_of_a_phase(tokenizer: Any
     assert memory._phases["wake"] == 61 * gib
 
 
+def test_a_run_that_fails_leaves_nobody_who_listens_to_its_phases(
+    tmp_path: Path, tokenizer: Any, monkeypatch: Any
+) -> None:
+    """A second one would take the peaks of the next run's."""
+
+    class Fails(Toy):
+        device = torch.device("cuda")
+
+        def training_step(self, batch: dict, batch_idx: int) -> None:
+            listening.append(len(self.phases.on_start))
+            raise ArithmeticError("of the module")
+
+    for name in ("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    listening: list[int] = []
+    toy = Fails(tokenizer)
+    for _ in range(2):
+        with pytest.raises(ArithmeticError, match="of the module"):
+            fit(toy, tmp_path, [Memory()])
+    assert listening == [1, 1]
+    assert toy.phases.on_start == toy.phases.on_end == []
+
+
 @pytest.mark.gpu
 def test_each_phase_has_its_own_peak_and_the_outer_one_the_inner_ones() -> None:
     memory, phases, mebibyte = Memory(), Phases(), 2**20

@@ -40,7 +40,6 @@ class Memory(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if pl_module.device.type != "cuda":
             return
-        self.on_train_end(trainer, pl_module)  # a run that failed may have left its listeners
         pl_module.phases.on_start.append(self._enter)
         pl_module.phases.on_end.append(self._leave)
         self._open.clear()
@@ -53,6 +52,9 @@ class Memory(pl.Callback):
         for listeners, own in ((pl_module.phases.on_start, self._enter), (pl_module.phases.on_end, self._leave)):
             if own in listeners:
                 listeners.remove(own)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+        self.on_train_end(trainer, pl_module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if pl_module.device.type == "cuda":
