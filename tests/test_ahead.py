@@ -219,10 +219,20 @@ def test_so_is_one_that_waits_for_a_metric_of_the_validation(tmp_path):
         tmp_path / "kept", "{step}", 1, monitor="val/heldout/reward", mode="max", save_last=False
     )
     rollout = RolloutCallback(Watched(fails_at=3), Sampling(num_generations=2, max_completion_length=4), async_level=1)
+    waits = []
+
+    class Asks(pl.Callback):
+        def on_validation_start(self, *_):
+            waits.append(keep.waits_for_validation)
+
+        def on_train_batch_start(self, *_):
+            waits.append(keep.waits_for_validation)
+
     options = {"max_epochs": 1, "val_check_interval": 1, "num_sanity_val_steps": 0}
     data = toys.PromptDataModule(path="toys.prompts", batch_size=8, val_size=8)
     with pytest.raises(ValueError, match="out of blocks"):
-        toys.quiet_trainer(rollout, keep, **options).fit(module(), datamodule=data)
+        toys.quiet_trainer(Asks(), rollout, keep, **options).fit(module(), datamodule=data)
+    assert waits == [False, True, False, True]
     assert {path.name for path in (tmp_path / "kept").iterdir()} - {"manifest.json"} == {"1.ckpt", "last.ckpt"}
 
 

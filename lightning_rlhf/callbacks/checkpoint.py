@@ -163,8 +163,13 @@ class IterationCheckpoint(ModelCheckpoint):
         self._save(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if self._defer_save_until_validation or _stops_early(trainer):
+        if self.waits_for_validation or _stops_early(trainer):
             self._save(trainer)
+
+    @property
+    def waits_for_validation(self) -> bool:
+        """Whether a checkpoint is due and waits for a metric that the next validation renews."""
+        return self._defer_save_until_validation
 
     def save_now(self, trainer: pl.Trainer) -> None:
         """Save this iteration, due or not, as ``last`` if it is not among those that are kept. Collective.

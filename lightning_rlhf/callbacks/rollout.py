@@ -316,7 +316,7 @@ class RolloutCallback(pl.Callback):
             self._settle()
         except Exception:
             for saver in trainer.checkpoint_callbacks:  # one that is due waits for a metric that will not come
-                if isinstance(saver, IterationCheckpoint) and saver._defer_save_until_validation:
+                if isinstance(saver, IterationCheckpoint) and saver.waits_for_validation:
                     saver.save_now(trainer)
             raise
         self._steps.wake(average=self.val_average)
