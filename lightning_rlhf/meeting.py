@@ -14,9 +14,11 @@ import time
 import uuid
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 _PREFIX = "lightning_rlhf/meeting"
 
@@ -66,16 +68,22 @@ def check_alike(own: Mapping[str, Any], remedy: str) -> None:
     Raises:
         ValueError: a rank has something else than rank 0; the same on all ranks.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, dict(own))
+    everybody = of_all_ranks(dict(own))
     first = everybody[0]
     for rank, other in enumerate(everybody):
         for name in (*first, *(other.keys() - first.keys())):
             here, there = first.get(name), other.get(name)
             if here != there and not (_is_place(here) or _is_place(there)):
                 raise ValueError(f"{name} is {there} on rank {rank} and {here} on rank 0: {remedy}")
+
+
+def of_all_ranks(own: T) -> list[T]:
+    """``own`` of each rank, a small object that pickles. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [own]
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, own)
+    return everybody
 
 
 def _is_place(value: Any) -> bool:

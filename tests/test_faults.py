@@ -452,7 +452,7 @@ def test_a_failure_is_told_unless_others_may_be_inside_the_engine_and_is_raised_
         told.append(message)
         raise ConnectionError("reset by peer")
 
-    monkeypatch.setattr(faults, "_all_gather", gone)
+    monkeypatch.setattr(faults, "of_all_ranks", gone)
     steps: Any = RolloutSteps(RolloutCallback())
     steps.engine = SimpleNamespace(tensor_parallel_size=tp)
     trainer = SimpleNamespace(training=True, fit_loop=SimpleNamespace(total_batch_idx=0))

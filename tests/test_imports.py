@@ -85,6 +85,7 @@ ALLOWED = {
     },
     "callbacks": {
         "host_memory",
+        "meeting",
         "rollout",
         "runners",
         "restricted",

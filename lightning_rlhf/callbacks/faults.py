@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
+from lightning_rlhf.meeting import of_all_ranks
 from lightning_rlhf.types import Prompts
 
 if TYPE_CHECKING:
@@ -45,19 +45,11 @@ def agreed(what: str, *, alone: bool = False) -> Iterator[None]:
     except Exception as error:
         if not alone:
             with suppress(Exception):  # the others may be gone
-                _all_gather(f"{type(error).__name__}: {error}")
+                of_all_ranks(f"{type(error).__name__}: {error}")
         raise
-    for rank, message in enumerate(_all_gather(None)):
+    for rank, message in enumerate(of_all_ranks(None)):
         if message is not None:
             raise RuntimeError(f"{what} failed on rank {rank}: {message}")
-
-
-def _all_gather(message: str | None) -> list[str | None]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [message]
-    out: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(out, message)
-    return out
 
 
 @contextmanager
