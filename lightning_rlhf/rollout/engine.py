@@ -57,10 +57,16 @@ class EngineSetup:
     beside: bool = False
 
     def serves(self, other: EngineSetup) -> bool:
-        """Whether an engine that was built for this can do the work of ``other``; fewer than all may be in flight at once."""
+        """Whether an engine that was built for this can do the work of ``other``, in no more memory than that has for it.
+
+        Fewer than all may be in flight at once, also for want of a larger cache.
+        """
         same = ("model", "device", "dtype", "trust_remote_code", "config_overrides", "beside")
-        return all(getattr(self, name) == getattr(other, name) for name in same) and (
-            other.max_model_len <= self.max_model_len
+        held, room = self.kv_cache_memory_bytes, other.kv_cache_memory_bytes
+        return (
+            all(getattr(self, name) == getattr(other, name) for name in same)
+            and other.max_model_len <= self.max_model_len
+            and (room is None or (held is not None and held <= room))
         )
 
 
@@ -126,7 +132,10 @@ class RolloutEngine(ABC):
         if not self.context.serves(context):
             self.close()
             return False
-        self.context = replace(context, max_model_len=self.context.max_model_len)
+        held = self.context
+        self.context = replace(
+            context, max_model_len=held.max_model_len, kv_cache_memory_bytes=held.kv_cache_memory_bytes
+        )
         return True
 
     def check_sampling(self, sampling: Sampling) -> None:  # noqa: B027 (an engine may draw in every way)

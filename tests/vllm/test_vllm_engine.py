@@ -169,6 +169,20 @@ def test_a_start_that_fails_leaves_room_for_the_next() -> None:
     engine.close()
 
 
+def test_an_engine_whose_cache_is_larger_than_the_next_run_has_room_for_is_built_anew() -> None:
+    close_running()
+    engine, sizes, kept = VLLMEngine(), [], []
+    for size in (32 << 20, 16 << 20, 24 << 20, 16 << 20, None):
+        before = engine.llm
+        engine.setup(setup(kv_cache_memory_bytes=size))
+        kept.append(engine.llm is before)
+        sizes.append(engine.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
+    engine.close()
+    assert kept == [False, False, True, True, True]
+    assert sizes[0] == 2 * sizes[1]
+    assert sizes[1:] == [sizes[1]] * 4
+
+
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_sleep_wake_and_sync_twice_give_the_new_weights_output(engine: VLLMEngine, level: int) -> None:
     outputs = []
