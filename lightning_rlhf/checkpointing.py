@@ -43,10 +43,11 @@ class DistributedCheckpoints(ModelParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None
-        # not StateDictOptions(ignore_frozen_params=True): it forgets the second name of tied parameters
-        frozen = {n for n, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        frozen -= {n for n in frozen if n.startswith(getattr(self.lightning_module, "frozen_in_checkpoints", ()))}
-        return {n: t for n, t in get_model_state_dict(self.model).items() if n not in frozen}
+        followers = getattr(self.lightning_module, "frozen_in_checkpoints", ())
+        every, once = self.model.named_parameters(remove_duplicate=False), dict(self.model.named_parameters())
+        # of tied ones the first name
+        left_out = {n for n, p in every if n not in once or not (p.requires_grad or n.startswith(followers))}
+        return {n: t for n, t in get_model_state_dict(self.model).items() if n not in left_out}
 
     def _wanted(self, stored: Container[str]) -> dict[str, Any]:
         """What is read: all of this run's parameters, but those that follow others and were not kept by the run that wrote."""

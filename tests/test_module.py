@@ -14,6 +14,8 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from pyarrow.parquet import read_table
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from toys import TINY_MODULE, even_tokens, fit, quiet_trainer, recipe
 
 from lightning_rlhf import (
@@ -294,6 +296,32 @@ def test_a_schedule_of_ones_own_is_resumed_as_it_was(tmp_path):
     whole = run("whole")
     rest = run("rest", str(tmp_path / "whole" / "iteration-000002.ckpt"))
     assert [row["actor/lr"] for row in rest] == [row["actor/lr"] for row in whole[2:]]
+
+
+@pytest.mark.parametrize("names", [1, 2], ids=["one name", "both names, as earlier versions wrote"])
+def test_a_tied_parameter_is_written_once_and_read_from_whatever_names_it_has(names, tmp_path, monkeypatch):
+    def run(folder, ckpt_path=None):
+        module = GRPOLightningModule(**COMMON, ema_decay=0.9)
+        saver = IterationCheckpoint(dirpath=str(tmp_path / folder), every_n_train_steps=2, save_top_k=-1)
+        rows = fit(module, tmp_path / folder, 4, callbacks=[saver], ckpt_path=ckpt_path)
+        names = ("reward/mean", "actor/grad_norm", "completions/mean_length")
+        weights = [p.full_tensor() for p in module.parameters()]
+        return [[row[name] for name in names] for row in rows], weights
+
+    with monkeypatch.context() as patch:
+        if names == 2:
+            every = lambda self: get_model_state_dict(self.model)  # noqa: E731
+            patch.setattr(FSDPUlyssesStrategy, "lightning_module_state_dict", every)
+        rows, weights = run("whole")
+    saved = str(tmp_path / "whole" / "iteration-000002.ckpt")
+    tied = [
+        n for n in FileSystemReader(saved).read_metadata().state_dict_metadata if "embed_tokens" in n or "lm_head" in n
+    ]
+    assert len([n for n in tied if n.startswith("state_dict.actor")]) == names
+    assert len([n for n in tied if n.startswith("state_dict.average")]) == names
+    rest, resumed = run("rest", saved)
+    assert rest == rows[2:]
+    assert all(torch.equal(*pair) for pair in zip(weights, resumed, strict=True))
 
 
 def test_a_module_without_rollouts_refuses_the_callback():

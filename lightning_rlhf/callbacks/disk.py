@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 def checkpoint_bytes(module: TrainedModule, weights_only: bool) -> int:
     """Of all ranks together: parameters that change, and the optimizer's state of those that are trained."""
-    named = list(module.named_parameters(remove_duplicate=False))  # a tied one is written under each of its names
-    kept = [p for name, p in named if p.requires_grad or name.startswith(module.frozen_in_checkpoints)]
+    kept = [p for n, p in module.named_parameters() if p.requires_grad or n.startswith(module.frozen_in_checkpoints)]
     trained = [p for p in module.parameters() if p.requires_grad]
     state = 0.0 if weights_only else optimizer_bytes(module.optimizer, trained[0].dtype)
     return sum(p.numel() * p.itemsize for p in kept) + int(state * sum(p.numel() for p in trained))

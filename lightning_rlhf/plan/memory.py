@@ -158,7 +158,7 @@ def host(run: Run, roles: list[Role], options: Options, engine: EngineMemory) ->
     held = resident(run, roles, options)
     reference = sum(_frozen_size(run, role) * role.shape.shard(run.shards) for role in roles if not role.trained)
     passes = [_transients(run, role, options, backward=True) for role in roles if role.trained]
-    kept = {role: role.shape.tied_shard(run.shards) + role.shape.trained_shard(run.shards) for role in roles}
+    kept = {role: role.shape.trained_shard(run.shards) for role in roles}
     saved = run.param_dtype.itemsize * sum(size for role, size in kept.items() if role.trained)
     saved += held["optimizer"] + 4 * kept[roles[0]] * options.averages
     if options.renews:

@@ -33,7 +33,6 @@ class Shape:
         model_class: of transformers.
         sizes: shape of each parameter, tied ones once.
         trained: of those with a gradient: all without LoRA.
-        tied: of those with a gradient, what has a second name; checkpoints hold it under both.
         units: parameters of each FSDP group besides the root: layers, and an untied embedding and head.
         layers: decoder layers.
         hidden: width.
@@ -52,7 +51,6 @@ class Shape:
     model_class: str
     sizes: tuple[torch.Size, ...]
     trained: tuple[torch.Size, ...]
-    tied: tuple[torch.Size, ...]
     units: tuple[int, ...]
     layers: int
     hidden: int
@@ -87,10 +85,6 @@ class Shape:
     def trained_shard(self, ranks: int) -> int:
         """Elements with a gradient on one of ``ranks``."""
         return _shard(self.trained, ranks)
-
-    def tied_shard(self, ranks: int) -> int:
-        """Elements of ``tied`` on one of ``ranks``."""
-        return _shard(self.tied, ranks)
 
 
 def _shard(sizes: tuple[torch.Size, ...], ranks: int) -> int:
@@ -165,14 +159,11 @@ def shape_of(
             f" without weights has not ({error})"
         ) from error
     traced = compiled_bytes(decoder, layers) if compiled and not liger else None
-    first = {name for name, _ in backbone.named_parameters()}
-    again = [p for name, p in backbone.named_parameters(remove_duplicate=False) if name not in first]
     tower_kept = None if tower is None or freeze_vision else tower_bytes(tower)
     return Shape(
         model_class=type(model).__name__,
         sizes=(*(p.shape for p in backbone.parameters()), *value_head),
         trained=(*(p.shape for p in backbone.parameters() if p.requires_grad), *value_head),
-        tied=tuple(p.shape for p in again if p.requires_grad),
         units=(*map(_count, units), *_tower_units(tower), *((text.hidden_size + 1,) * (not head))),
         layers=len(layers),
         hidden=text.hidden_size,
