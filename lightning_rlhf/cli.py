@@ -36,6 +36,7 @@ from lightning_rlhf.callbacks.summary import PlanSummary
 from lightning_rlhf.callbacks.watchdog import Watchdog, must_end
 from lightning_rlhf.cli_errors import fail, is_first_of_node
 from lightning_rlhf.last_words import Ended, exchanged
+from lightning_rlhf.meeting import FailedElsewhere
 from lightning_rlhf.modules.base import RLHFLightningModule
 from lightning_rlhf.modules.roles import SCORED
 from lightning_rlhf.modules.training import TrainedModule
@@ -73,7 +74,7 @@ class RLHFParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:  # an inner parser that tries one of several types
             super().error(message, ex)
-        fail(message, code=2, own=is_first_of_node())
+        fail(message, code=2, own=is_first_of_node(), met=False)
 
 
 class _Started(pl.Callback):
@@ -369,7 +370,9 @@ def run(cli: type[CLI], args: Sequence[str] | None = None) -> CLI:
         ):
             raise
         message = f"{error}" or type(error).__name__
+        if isinstance(error, FailedElsewhere):
+            fail(message)
         if (ended := cli.progress.ended) is None:  # the ranks have not met
-            of_node = isinstance(error, FileNotFoundError | ImportError | MisconfigurationException)
-            fail(message, own=is_first_of_node() if of_node else isinstance(error, RuntimeError | OSError))
+            of_process = isinstance(error, RuntimeError | OSError) and not isinstance(error, FileNotFoundError)
+            fail(message, own=of_process or is_first_of_node(), met=False)
         fail(ended.cause or message, own=0 in ended.silent if ended.echo else not ended.said_by_first)

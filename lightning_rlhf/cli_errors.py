@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from lightning_rlhf.callbacks.filtering import FilterGroups
 from lightning_rlhf.callbacks.rollout import RolloutCallback
 from lightning_rlhf.data import PromptDataModule
+from lightning_rlhf.meeting import tell
 from lightning_rlhf.modules.correction import Correction
 from lightning_rlhf.modules.dpo import DPOLightningModule
 from lightning_rlhf.modules.frozen_reward import FrozenRewardModel
@@ -118,14 +119,20 @@ def _suggestion(text: str, place: str) -> str:
     return suggestion(name, near) if unknown[1] or group in _GROUPS else ""
 
 
-def fail(message: str, code: int = 1, *, own: bool = False) -> NoReturn:
-    """Print one line and exit; rank 0 speaks for all, unless the error is this process's ``own``."""
-    rank = _rank()
+def fail(message: str, code: int = 1, *, own: bool = False, met: bool = True) -> NoReturn:
+    """Print one line and exit; rank 0 speaks for all, unless the error is this process's ``own``.
+
+    Args:
+        met: false if the other ranks do not know of the error and may wait for this one.
+    """
+    rank, line = _rank(), " ".join(readable(message).split())
     if rank == 0 or own:
         where = f" (rank {rank})" if rank else ""
         # one write: several processes may speak at once
-        sys.stderr.write(f"lightning-rlhf: error{where}: {' '.join(readable(message).split())}\n")
+        sys.stderr.write(f"lightning-rlhf: error{where}: {line}\n")
         sys.stderr.flush()
+    if not met:
+        tell(line)
     sys.exit(code)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -26,7 +27,7 @@ from test_runs import QUIET, ROOT, assert_equal_runs, metrics_of
 from toys import spawn
 
 from lightning_rlhf import FSDPUlyssesStrategy
-from lightning_rlhf.meeting import name_of_attempt
+from lightning_rlhf.meeting import FailedElsewhere, name_of_attempt
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ITSELF = [sys.executable]
@@ -138,7 +139,7 @@ def test_slurm(by_itself, tmp_path):
     assert_equal_runs(by_itself, launched(tmp_path, lambda _: tasks, *arguments))
 
 
-def test_a_group_that_would_span_nodes_is_refused_by_the_first_process_alone(tmp_path):
+def test_a_group_that_would_span_nodes_is_refused_by_the_first_process_of_each(tmp_path):
     fit = ["-m", "lightning_rlhf", "fit", "--config", "configs/tiny_grpo.yaml", *TWO, "--trainer.num_nodes=2"]
     command = [*ITSELF, *fit, "--trainer.strategy=fsdp_ulysses_sp2", "--trainer.logger=false"]
     nodes = [(command, {"NODE_RANK": rank, "MASTER_PORT": "1"}) for rank in ("0", "1")]  # they never meet
@@ -146,9 +147,36 @@ def test_a_group_that_would_span_nodes_is_refused_by_the_first_process_alone(tmp
     lines = [[line for line in stderr.splitlines() if "error" in line] for _, stderr in found]
     assert all(status > 0 for status, _ in found)
     message = "sequence_parallel_size=2 must divide the 1 processes of a node, a group would span nodes"
-    assert len(lines[0]) == 1
-    assert message in lines[0][0]
-    assert lines[1] == []
+    assert [len(own) for own in lines] == [1, 1]
+    assert lines[0][0].startswith(f"lightning-rlhf: error: {message}")
+    assert lines[1][0].startswith(f"lightning-rlhf: error (rank 1): {message}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wrong", "status", "said"),
+    [
+        ("--trainer.strategy=fsdp_ulysses_sp2", 1, "sequence_parallel_size=2 must divide the 1 processes of a node"),
+        ("--data.batch_size=none", 2, "data.batch_size: "),
+    ],
+)
+def test_an_error_of_one_node_alone_is_said_there_and_ends_the_others_where_they_would_wait(
+    wrong, status, said, tmp_path
+):
+    fit = ["-m", "lightning_rlhf", "fit", "--config", "configs/tiny_grpo.yaml", *TWO, "--trainer.logger=false"]
+    fit += ["--trainer.devices=1", "--trainer.num_nodes=2", f"--trainer.default_root_dir={tmp_path}"]
+
+    def nodes(port: str) -> Processes:
+        launcher = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=static", "--master_port", port]
+        return [([*launcher, f"--node_rank={rank}", *fit, *[wrong] * rank], {}) for rank in range(2)]
+
+    found = on_a_free_port(lambda port: outcomes(tmp_path, nodes(port)))
+    assert [code for code, _ in found] == [1, 1]  # torchrun's own
+    lines = [[line for line in stderr.splitlines() if "lightning-rlhf: " in line] for _, stderr in found]
+    ((first,), (second,)) = lines
+    assert second.startswith(f"lightning-rlhf: error (rank 1): {said}")
+    assert first == second.replace("error (rank 1): ", "error: rank 1 failed: ")
+    assert re.search(rf"exitcode +: {status}\b", found[1][1])
 
 
 SLURM = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NNODES": "1"}
@@ -304,5 +332,13 @@ def test_an_attempt_never_meets_under_the_name_of_an_earlier_one():
             (name,) = {one.result() for one in asked.values()}
         names.add(name)
     assert len(names) == 3
+    for failing in ({2: "no file"}, {0: "no file"}, {1: "no file", 2: "no file"}, {0: "a", 2: "b"}):
+        with ThreadPoolExecutor(3) as pool:
+            ended = [pool.submit(name_of_attempt, store, rank, 3, minute, failing.get(rank, "")) for rank in range(3)]
+        first = {error: rank for rank, error in sorted(failing.items(), reverse=True)}
+        told = {f"rank {rank} failed: {error}" for error, rank in first.items()}
+        for one in ended:
+            assert isinstance(one.exception(), FailedElsewhere)
+            assert set(str(one.exception()).split("; ")) == told
     with pytest.raises(TimeoutError, match=r"not all of 3 processes came within 0\.1 s"):
         name_of_attempt(store, 1, 3, timedelta(seconds=0.1))
