@@ -13,10 +13,17 @@ import pytest
 import torch
 import toys
 from test_plan import run_of
-from toys import TINY_MODULE, even_tokens, fit
+from toys import TINY_MODULE, even_tokens, fit, quiet_trainer
 
 import lightning_rlhf.callbacks.ahead as ahead_module
-from lightning_rlhf import FSDPUlyssesStrategy, GRPOLightningModule, IterationCheckpoint, RolloutCallback, Sampling
+from lightning_rlhf import (
+    FSDPUlyssesStrategy,
+    GRPOLightningModule,
+    IterationCheckpoint,
+    PromptDataModule,
+    RolloutCallback,
+    Sampling,
+)
 from lightning_rlhf.callbacks.ahead import Ahead
 from lightning_rlhf.modules.correction import Correction
 from lightning_rlhf.plan.checks import problems
@@ -55,6 +62,20 @@ class Save(pl.Callback):
     def on_train_batch_end(self, trainer, *_):
         if trainer.global_step == 2:
             trainer.save_checkpoint(self.path)
+
+
+class Interrupt(pl.Callback):
+    """Ends the first fit in its second iteration, and notes the iterations and what they log of the generation beside them."""
+
+    def __init__(self) -> None:
+        self.iterations: list[int] = []
+        self.staleness: list[float | None] = []
+
+    def on_train_batch_start(self, trainer, module, *_):
+        self.iterations.append(trainer.fit_loop.total_batch_idx)
+        self.staleness.append(module.extra_metrics.get("rollout/staleness"))
+        if len(self.iterations) == 2:
+            raise ValueError("stop here")
 
 
 class Inline:
@@ -98,6 +119,23 @@ def test_responses_are_one_update_behind_and_none_are_drawn_in_vain(tmp_path):
     engine = Watched()
     run(tmp_path / "plain", engine=engine, async_level=0)
     assert engine.versions == [0, 1, 2, 3]
+
+
+def test_a_fit_after_one_that_was_interrupted_goes_on_at_the_iteration_that_was_not_finished():
+    pl.seed_everything(1, verbose=False)
+    torch.set_num_threads(1)
+    notes, engine = Interrupt(), Watched()
+    sampling = {"num_generations": 2, "max_completion_length": 6}
+    rollout = RolloutCallback(engine, sampling, async_level=1)
+    trainer = quiet_trainer(rollout, notes, max_steps=4, log_every_n_steps=1, enable_checkpointing=False)
+    data, model = PromptDataModule("toys.prompts", batch_size=4, max_prompt_length=32), module()
+    with pytest.raises(ValueError, match="stop here"):
+        trainer.fit(model, data)
+    begun = len(engine.versions)
+    trainer.fit(model, data)
+    assert notes.iterations == [0, 1, 1, 2, 3]
+    assert notes.staleness == [None, 1.0, None, 1.0, 1.0]
+    assert len(engine.versions) - begun == 3  # none in vain
 
 
 def test_a_run_is_the_same_without_threads(tmp_path, monkeypatch):

@@ -112,6 +112,10 @@ class RLHFLightningModule(PolicyUpdateModule):
         if self.kl.target is not None:
             self.kl_coef = checkpoint.get("kl_coef", self.kl_coef)
 
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        self.extra_metrics = {}  # of an iteration that was interrupted
+
     # -- one iteration -----------------------------------------------------------------------------
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:

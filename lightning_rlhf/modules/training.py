@@ -131,6 +131,8 @@ class TrainedModule(ModelRoles):
         return [optimizer], [scheduler]
 
     def on_fit_start(self) -> None:
+        # of a fit that was interrupted: its last iteration was begun, and begins again
+        self.trainer.fit_loop.epoch_loop.batch_progress.total.reset_on_restart()
         self._chosen = [  # before a checkpoint is restored
             [{name: group[name] for name in _OPTIONS if name in group} for group in schedule.optimizer.param_groups]
             for schedule in self._schedules()
