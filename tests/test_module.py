@@ -347,6 +347,26 @@ def test_a_loss_is_one_of_each_token_with_metrics(give, got, tmp_path):
         fit(Wrong(**COMMON), tmp_path, 1)
 
 
+@pytest.mark.parametrize(("value", "logged"), [(2.0, 2.0), (torch.tensor(3.0), 3.0), (torch.full((16, 1), 4.0), 4.0)])
+def test_a_loss_may_log_numbers(value, logged, tmp_path):
+    class Own(GRPOLightningModule):
+        def policy_loss(self, *tensors):
+            return super().policy_loss(*tensors)[0], {"own": value}
+
+    (row,) = fit(Own(**COMMON), tmp_path, 1)
+    assert row["actor/own"] == logged
+
+
+def test_a_metric_of_a_loss_that_would_be_spread_over_the_wrong_tokens_is_refused(tmp_path):
+    class Wrong(GRPOLightningModule):
+        def policy_loss(self, *tensors):
+            losses, _ = super().policy_loss(*tensors)
+            return losses, {"own": losses.mean(1)}
+
+    with pytest.raises(ValueError, match=r"metric own must have the shape \(16, 6\), .*, or be one number, got \(16,\)$"):
+        fit(Wrong(**COMMON), tmp_path, 1)
+
+
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
 def test_callbacks_that_copy_the_module_are_refused():
     averaging = pl.callbacks.WeightAveraging()

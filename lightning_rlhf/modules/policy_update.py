@@ -307,7 +307,7 @@ def checked_loss(found: Any, mask: Float[Tensor, "b T"]) -> tuple[Float[Tensor, 
     """What a policy loss gave.
 
     Raises:
-        ValueError: it is not one loss per token, and metrics.
+        ValueError: it is not one loss per token, and metrics: of tokens, of responses (b, 1), or one number.
     """
     pair = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(pair[0], Tensor) or pair[0].shape != mask.shape or not isinstance(pair[1], dict):
@@ -316,4 +316,11 @@ def checked_loss(found: Any, mask: Float[Tensor, "b T"]) -> tuple[Float[Tensor, 
         raise ValueError(
             f"model.loss must give (losses of the tokens {tuple(mask.shape)}, a dict of metrics), got {got}{metrics}"
         )
+    for name, value in pair[1].items():
+        shape = tuple(getattr(value, "shape", ()))
+        if shape not in ((), (len(mask), 1), tuple(mask.shape)):
+            raise ValueError(
+                f"model.loss: the metric {name} must have the shape {tuple(mask.shape)}, a value of each token, or be one number,"
+                f" got {shape}"
+            )
     return pair  # type: ignore[return-value]
