@@ -363,7 +363,9 @@ def test_a_metric_of_a_loss_that_would_be_spread_over_the_wrong_tokens_is_refuse
             losses, _ = super().policy_loss(*tensors)
             return losses, {"own": losses.mean(1)}
 
-    with pytest.raises(ValueError, match=r"metric own must have the shape \(16, 6\), .*, or be one number, got \(16,\)$"):
+    with pytest.raises(
+        ValueError, match=r"metric own must have the shape \(16, 6\), .*, or be one number, got \(16,\)$"
+    ):
         fit(Wrong(**COMMON), tmp_path, 1)
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import csv
+import os
+
+import lightning.pytorch as pl
 import pytest
 import torch
+from toys import TINY_MODULE, even_tokens
 
+from lightning_rlhf import FSDPUlyssesStrategy, GRPOLightningModule, PromptDataModule, RolloutCallback
 from lightning_rlhf.modules.metrics import Metrics
-from lightning_rlhf.modules.report import Alarms, add_scores, constant_groups, finish
+from lightning_rlhf.modules.report import Alarms, add_scores, constant_groups, finish, outlive
 from lightning_rlhf.types import Experience, Sampling, Scores
 
 
@@ -86,3 +92,42 @@ def test_an_iteration_without_any_opinion_warns():
     nothing = {"completions/clipped_ratio": 0.0, "reward/abstained": 1.0, "reward/mean": float("nan")}
     with pytest.warns(UserWarning, match="every reward function abstained"):
         Alarms()(nothing, Sampling())
+
+
+class Full(pl.Callback):
+    """The disk is full in the second and third iteration."""
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step in (1, 3):
+            file = trainer.logger.experiment.metrics_file_path
+            kept = f"{file}.kept"
+            os.rename(*((file, kept) if trainer.global_step == 1 else (kept, file)))
+            if trainer.global_step == 1:
+                os.symlink("/dev/full", file)
+
+
+def test_a_logger_on_a_full_disk_warns_once_and_ends_no_run(tmp_path):
+    torch.set_num_threads(1)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=FSDPUlyssesStrategy(),
+        max_steps=4,
+        log_every_n_steps=1,
+        logger=pl.loggers.CSVLogger(tmp_path, flush_logs_every_n_steps=1),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[RolloutCallback(sampling={"max_completion_length": 4}), Full()],
+    )
+    model = GRPOLightningModule(**TINY_MODULE, reward=[even_tokens])
+    with pytest.warns(UserWarning, match=r"OSError: \[Errno 28\] No space left") as warned:
+        trainer.fit(model, PromptDataModule("toys.prompts", batch_size=4, max_prompt_length=32))
+    told = [str(one.message) for one in warned if "could not write metrics" in str(one.message)]
+    assert len(told) == 1
+    assert told[0].startswith(f"CSVLogger could not write metrics to {str(tmp_path)!r} (OSError")
+    with open(trainer.logger.experiment.metrics_file_path, newline="") as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["0", "1", "2", "3"]  # there is room again at the end
+    methods = [vars(trainer.logger)[name] for name in ("log_metrics", "save", "finalize")]
+    outlive(trainer.loggers)  # as a second fit does
+    assert [vars(trainer.logger)[name] for name in ("log_metrics", "save", "finalize")] == methods

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any
 
 import torch
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
@@ -130,3 +133,31 @@ class Alarms:
                 f"all responses of the first 5 iterations had the reward {reduced['reward/mean']:g}, which teaches nothing: try"
                 " the reward functions with lightning-rlhf rewards, or take prompts that are easier or harder"
             )
+
+
+def outlive(loggers: Iterable[Logger]) -> None:
+    """A logger that cannot write, on a full disk say, warns once and ends no run."""
+    for logger in loggers:
+        if "log_metrics" in vars(logger):  # by an earlier fit
+            continue
+        told: list[str] = []
+        for name in ("log_metrics", "save", "finalize"):
+            setattr(logger, name, _warning(getattr(logger, name), logger, told))
+
+
+def _warning(method: Callable[..., Any], logger: Logger, told: list[str]) -> Callable[..., Any]:
+    """``method``, whose first OSError is a warning, noted in ``told``, and others nothing."""
+
+    @wraps(method)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except OSError as error:
+            if not told:
+                told.append(method.__name__)
+                rank_zero_warn(
+                    f"{type(logger).__name__} could not write metrics to {logger.save_dir!r} ({type(error).__name__}: {error}):"
+                    " free space there, or change trainer.logger. The run goes on, metrics may be missing"
+                )
+
+    return guarded

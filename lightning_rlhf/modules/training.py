@@ -29,6 +29,7 @@ from lightning_rlhf.modules.lora import trained_matrices
 from lightning_rlhf.modules.metrics import Metrics
 from lightning_rlhf.modules.numbers import PositiveFloat
 from lightning_rlhf.modules.policy import Policy
+from lightning_rlhf.modules.report import outlive
 from lightning_rlhf.modules.roles import ModelRoles
 from lightning_rlhf.modules.schedules import Schedule, warmup_schedule
 from lightning_rlhf.modules.settings import ModelSettings
@@ -133,6 +134,7 @@ class TrainedModule(ModelRoles):
     def on_fit_start(self) -> None:
         # of a fit that was interrupted: its last iteration was begun, and begins again
         self.trainer.fit_loop.epoch_loop.batch_progress.total.reset_on_restart()
+        outlive(self.trainer.loggers)
         self._chosen = [  # before a checkpoint is restored
             [{name: group[name] for name in _OPTIONS if name in group} for group in schedule.optimizer.param_groups]
             for schedule in self._schedules()
