@@ -378,6 +378,16 @@ def test_callbacks_that_copy_the_module_are_refused():
         )
 
 
+def test_a_module_does_not_read_a_checkpoint_by_itself(tmp_path):
+    saver = IterationCheckpoint(dirpath=str(tmp_path / "saved"))
+    fit(GRPOLightningModule(**COMMON), tmp_path, 1, callbacks=[saver])
+    path = str(tmp_path / "saved" / "iteration-000001.ckpt")
+    with pytest.raises(
+        TypeError, match=r"iteration-000001.ckpt holds shards, .* give them as ckpt_path to fit, validate"
+    ):
+        GRPOLightningModule.load_from_checkpoint(path)
+
+
 class Broken(GRPOLightningModule):
     """Its loss is not finite in the iterations of ``broken``."""
 

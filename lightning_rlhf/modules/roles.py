@@ -64,6 +64,18 @@ class ModelRoles(pl.LightningModule):
             " StochasticWeightAveraging; of modules with rollouts model.ema_decay keeps an average"
         )
 
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *_: Any, **__: Any) -> NoReturn:
+        """Refused: shards are read by the strategy of a Trainer.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"{checkpoint_path} holds shards, which a Trainer reads: make the module as ever and give them as ckpt_path to fit,"
+            " validate or test; lightning-rlhf export makes a Hugging Face model of them"
+        )
+
     @property
     def needs_reference(self) -> bool:
         return False
