@@ -44,7 +44,7 @@ from random_model import SHAPES
 
 ROOT = Path(__file__).parent.parent
 SIDES = ("ours", "trl")
-PHASES = {"wake, sync": ("wake", "sync")} | {
+PHASES = {"offload, reload": ("offload", "reload"), "wake, sync": ("wake", "sync")} | {
     name: (name,) for name in ("generate", "sleep", "reward", "log_prob", "reference", "update")
 }
 """Rows of the table and the spans that they add up: TRL wakes the weights inside its sync, ours outside."""
