@@ -95,7 +95,8 @@ def check_alike(own: Mapping[str, Any], remedy: str) -> None:
     """Compare what all ranks should have in common. Collective.
 
     Args:
-        own: this rank's, plain values by name. Absolute paths and URLs may differ: nodes keep files in different places.
+        own: this rank's, plain values by name, equal if they look equal (NaN is itself). Absolute paths and URLs may differ:
+            nodes keep files in different places.
         remedy: what to do about a difference.
 
     Raises:
@@ -106,7 +107,7 @@ def check_alike(own: Mapping[str, Any], remedy: str) -> None:
     for rank, other in enumerate(everybody):
         for name in (*first, *(other.keys() - first.keys())):
             here, there = first.get(name), other.get(name)
-            if here != there and not (_is_place(here) or _is_place(there)):
+            if repr(here) != repr(there) and not (_is_place(here) or _is_place(there)):
                 raise ValueError(f"{name} is {there} on rank {rank} and {here} on rank 0: {remedy}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -152,6 +153,7 @@ def compared(rank: int, values: list[dict[str, Any]]) -> str:
         ({"a": 1, "b": [1, "x"]}, {"a": 1, "b": [1, "x"]}, ""),
         ({"a": 1}, {"a": 2}, "a is 2 on rank 1 and 1 on rank 0: start anew"),
         ({"a": 1}, {"a": 1, "b": 3}, "b is 3 on rank 1 and None on rank 0: start anew"),
+        ({"a": math.nan}, {"a": math.nan}, ""),
         ({"path": "/data/a"}, {"path": "/disk/a"}, ""),
         ({"path": "a/b"}, {"path": "s3://bucket/b"}, ""),
         ({"path": "a/b"}, {"path": "a/c"}, "path is a/c on rank 1 and a/b on rank 0: start anew"),
