@@ -44,9 +44,9 @@ class DistributedCheckpoints(ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None
         followers = getattr(self.lightning_module, "frozen_in_checkpoints", ())
-        every, once = self.model.named_parameters(remove_duplicate=False), dict(self.model.named_parameters())
-        # of tied ones the first name
-        left_out = {n for n, p in every if n not in once or not (p.requires_grad or n.startswith(followers))}
+        kept = {n for n, p in self.model.named_parameters() if p.requires_grad or n.startswith(followers)}
+        # frozen ones, and of tied ones the second name
+        left_out = {n for n, _ in self.model.named_parameters(remove_duplicate=False)} - kept
         return {n: t for n, t in get_model_state_dict(self.model).items() if n not in left_out}
 
     def _wanted(self, stored: Container[str]) -> dict[str, Any]:
