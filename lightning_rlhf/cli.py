@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import Any, Literal, NoReturn, TypeVar
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
@@ -337,7 +338,13 @@ def _is_no_advertisement(record: logging.LogRecord) -> bool:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of ``lightning-rlhf``."""
-    run(RLHFCLI, args)
+    cli = run(RLHFCLI, args)
+    trainer = getattr(cli, "trainer", None)  # plan, rewards and export have none
+    for callback in trainer.callbacks if trainer else []:
+        if isinstance(callback, RolloutCallback):
+            callback.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()  # NCCL warns of one that is left to the end of the process
 
 
 def run(cli: type[CLI], args: Sequence[str] | None = None) -> CLI:

@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from clean import restored
 
 from lightning_rlhf import GRPOLightningModule, restricted
 from lightning_rlhf.cli import RLHFCLI, main
+from lightning_rlhf.rollout import TransformersEngine
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 PPO = ["fit", "--config", str(CONFIGS / "tiny_ppo.yaml")]
@@ -405,6 +407,23 @@ def test_another_class_keeps_its_own_advantage_estimator():
 def test_another_optimizer_is_not_given_what_only_ours_can(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     main([*PPO, *QUIET, "--trainer.max_steps=1", "--model.optimizer=torch.optim.SGD"])
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_command_leaves_no_engine_and_no_process_group(closes, monkeypatch, tmp_path, caplog):
+    closed = []
+
+    def close(engine: TransformersEngine) -> None:
+        closed.append(engine)
+        if not closes:
+            raise RuntimeError("a worker is gone")
+
+    monkeypatch.setattr(TransformersEngine, "close", close)
+    monkeypatch.chdir(tmp_path)
+    main([*GRPO, *QUIET, "--trainer.max_steps=1"])
+    assert len(closed) == 1
+    assert not torch.distributed.is_initialized()  # NCCL would warn at the end of the process
+    assert ("the engine could not be closed" in caplog.text) is not closes
 
 
 def test_callbacks_can_be_appended():

@@ -174,11 +174,15 @@ class RolloutCallback(pl.Callback):
             )
         self.engine.interrupt()
         self._ahead.wait()
+        self.close()
+        self._steps.reload()
+
+    def close(self) -> None:
+        """Close the engine, which the next run with this callback would go on with; that it cannot be is logged, no error."""
         try:
             self.engine.close()
         except Exception:
-            log.exception("the engine could not be closed after a %s", type(exception).__name__)
-        self._steps.reload()
+            log.exception("the engine could not be closed")
 
     # -- phases ------------------------------------------------------------------------------------
 
