@@ -298,6 +298,24 @@ def test_a_schedule_of_ones_own_is_resumed_as_it_was(tmp_path):
     assert [row["actor/lr"] for row in rest] == [row["actor/lr"] for row in whole[2:]]
 
 
+class OnPlateau(GRPOLightningModule):
+    def configure_optimizers(self):
+        [optimizer], _ = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", factor=0.5, patience=0)]
+
+
+class ToldOfRate(OnPlateau):
+    def step_schedulers(self):
+        self.lr_schedulers().step(self.trainer.callback_metrics.get("actor/lr", 0.0))
+
+
+def test_a_scheduler_that_asks_for_a_metric_is_refused_unless_it_is_handed_one(tmp_path):
+    with pytest.raises(ValueError, match=r"gave a ReduceLROnPlateau, .* override step_schedulers\(\) to hand it one"):
+        fit(OnPlateau(**COMMON), tmp_path, 1)
+    rows = fit(ToldOfRate(**COMMON), tmp_path / "told", 4)  # 0, then the rate, which does not rise
+    assert [row["actor/lr"] for row in rows] == pytest.approx([3e-3, 3e-3, 1.5e-3, 0.75e-3])
+
+
 @pytest.mark.parametrize("names", [1, 2], ids=["one name", "both names, as earlier versions wrote"])
 def test_a_tied_parameter_is_written_once_and_read_from_whatever_names_it_has(names, tmp_path, monkeypatch):
     def run(folder, ckpt_path=None):

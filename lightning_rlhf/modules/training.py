@@ -18,7 +18,7 @@ from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from lightning_rlhf.flops import Passes, dims_of, frozen
 from lightning_rlhf.modules.adamw import ShardedAdamW
@@ -132,6 +132,7 @@ class TrainedModule(ModelRoles):
         return [optimizer], [scheduler]
 
     def on_fit_start(self) -> None:
+        self._check_schedulers()
         # of a fit that was interrupted: its last iteration was begun, and begins again
         self.trainer.fit_loop.epoch_loop.batch_progress.total.reset_on_restart()
         outlive(self.trainer.loggers)
@@ -139,6 +140,16 @@ class TrainedModule(ModelRoles):
             [{name: group[name] for name in _OPTIONS if name in group} for group in schedule.optimizer.param_groups]
             for schedule in self._schedules()
         ]
+
+    def _check_schedulers(self) -> None:
+        """Raise ValueError if one of `configure_optimizers` must be told a metric, which `step_schedulers` does not do."""
+        found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        asks = any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in found)
+        if asks and type(self).step_schedulers is TrainedModule.step_schedulers:
+            raise ValueError(
+                "configure_optimizers gave a ReduceLROnPlateau, whose step() needs a metric: take another scheduler, or override"
+                " step_schedulers() to hand it one; self.trainer.callback_metrics then has those of the iteration before"
+            )
 
     def on_train_start(self) -> None:
         """The rates and options of a resumed run are those that it is given; what was restored are its checkpoint's."""
