@@ -361,7 +361,10 @@ def test_a_loss_is_one_of_each_token_with_metrics(give, got, tmp_path):
         def policy_loss(self, *tensors):
             return give(*super().policy_loss(*tensors))
 
-    with pytest.raises(ValueError, match=rf"losses of the tokens \(16, 6\), a dict of metrics\), got {got}$"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^Wrong\.policy_loss must give \(losses of the tokens \(16, 6\), a dict of metrics\), got {got}$",
+    ):
         fit(Wrong(**COMMON), tmp_path, 1)
 
 
@@ -382,9 +385,50 @@ def test_a_metric_of_a_loss_that_would_be_spread_over_the_wrong_tokens_is_refuse
             return losses, {"own": losses.mean(1)}
 
     with pytest.raises(
-        ValueError, match=r"metric own must have the shape \(16, 6\), .*, or be one number, got \(16,\)$"
+        ValueError,
+        match=r"^Wrong\.policy_loss: the metric own must have the shape \(16, 6\), .*, or be one number, got \(16,\)$",
     ):
         fit(Wrong(**COMMON), tmp_path, 1)
+
+
+def flat_loss(log_probs, old_log_probs, advantages, mask, **_):
+    return -advantages * log_probs.detach(), {}
+
+
+def by_name(*, log_probs, mask, **_):
+    return -log_probs * mask, {}
+
+
+def with_reference(log_probs, old_log_probs, advantages, mask, *, ref_log_probs, **_):
+    return (log_probs - ref_log_probs) * mask, {}
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"), [("by_name", "too many positional arguments"), ("with_reference", "missing .*ref_log_probs")]
+)
+def test_a_loss_that_cannot_be_called_is_refused(loss, why):
+    called = r"is called with \(log_probs, old_log_probs, advantages, mask\), in this order"
+    with pytest.raises(
+        ValueError, match=f"^model.loss: {loss} {called}, .*: {why}.*; what else it needs is for a policy"
+    ):
+        GRPOLightningModule("random:tiny", loss=f"test_module.{loss}")
+
+
+def test_a_subclass_may_call_its_loss_in_a_way_of_its_own(tmp_path):
+    class Own(GRPOLightningModule):
+        def policy_loss(self, log_probs, old_log_probs, token_advantages, mask, **_):
+            return self.loss_function(log_probs=log_probs, mask=mask)
+
+    (row,) = fit(Own(**COMMON, loss="test_module.by_name"), tmp_path, 1)
+    assert row["actor/grad_norm"] > 0.0
+
+
+def test_a_loss_without_a_gradient_is_named(tmp_path):
+    message = r"^model\.loss: flat_loss gave losses without a gradient: compute them from log_probs"
+    with pytest.raises(ValueError, match=message):
+        fit(GRPOLightningModule(**COMMON, loss="test_module.flat_loss"), tmp_path, 1)
+    (row,) = fit(GRPOLightningModule(**COMMON, loss="test_module.flat_loss", kl=KL(coef=0.1)), tmp_path, 1)
+    assert row["actor/kl_loss"] >= 0.0
 
 
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")

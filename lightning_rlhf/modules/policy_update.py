@@ -102,6 +102,7 @@ class PolicyUpdateModule(ScoredModule):
                 raise ValueError(f"model.{name}: {self.loss_function.__name__} has no such bound, leave it out")
         given = {name: clip for name, clip in clips.items() if clip is not None or name == "clip_dual"}
         self.loss_args = given | (loss_args or {})
+        self._check_loss()
         self.aggregation: Aggregation = aggregation or OWN_AGGREGATION.get(self.loss_function, "token-mean")
         self.entropy_coef, self.correction = entropy_coef, correction
         self.ppo_epochs, self.mini_batches = ppo_epochs, mini_batches
@@ -120,6 +121,26 @@ class PolicyUpdateModule(ScoredModule):
             raise ValueError(f"model.clip_dual must be above 1 and finite, or null to switch it off, got {clip_dual}")
         self.made = 1.0
         self._moved: Metrics
+
+    def _check_loss(self) -> None:
+        """Raise ValueError if the function cannot be called as `policy_loss` does."""
+        if type(self).policy_loss is not PolicyUpdateModule.policy_loss:
+            return
+        given = ("log_probs", "old_log_probs", "advantages", "mask")
+        try:
+            inspect.signature(self.loss_function).bind(*given, **self.loss_args)
+        except TypeError as error:
+            raise ValueError(
+                f"{self.loss_name} is called with ({', '.join(given)}), in this order, and its options by name: {error}; what"
+                " else it needs is for a policy_loss of your own in a subclass"
+            ) from None
+
+    @property
+    def loss_name(self) -> str:
+        """As errors call it."""
+        if type(self).policy_loss is PolicyUpdateModule.policy_loss:
+            return f"model.loss: {self.loss_function.__name__}"
+        return f"{type(self).__name__}.policy_loss"
 
     @property
     def needs_reference(self) -> bool:
@@ -245,7 +266,7 @@ class PolicyUpdateModule(ScoredModule):
         assert experience.advantages is not None
         selected = {} if experience.chosen is None else {"chosen": experience.chosen[rows, :width]}
         found = self.policy_loss(log_probs, old, experience.advantages[rows, :width], mask, **selected)
-        token_losses, token_metrics = checked_loss(found, mask)
+        token_losses, token_metrics = checked_loss(found, mask, self.loss_name)
         sampler = None if experience.sampler_log_probs is None else experience.sampler_log_probs[rows, :width]
         if self.correction is not None:
             assert sampler is not None
@@ -273,6 +294,11 @@ class PolicyUpdateModule(ScoredModule):
                 metrics.mean("actor/kl", per_response, lengths > 0)
             if self.kl.where == "loss":
                 loss = loss + self.kl_coef * weighted(weights, distance)
+        if not loss.requires_grad:
+            raise ValueError(
+                f"{self.loss_name} gave losses without a gradient: compute them from log_probs, not detached and not within"
+                " torch.no_grad(); old_log_probs and advantages have none"
+            )
         self.manual_backward(loss * self.trainer.world_size)
         if with_entropy:
             metrics.mean("actor/entropy", entropy.detach(), weights)
@@ -303,8 +329,11 @@ class PolicyUpdateModule(ScoredModule):
         return self.strategy.all_reduce_dp(out)
 
 
-def checked_loss(found: Any, mask: Float[Tensor, "b T"]) -> tuple[Float[Tensor, "b T"], dict[str, Tensor]]:
+def checked_loss(found: Any, mask: Float[Tensor, "b T"], name: str) -> tuple[Float[Tensor, "b T"], dict[str, Tensor]]:
     """What a policy loss gave.
+
+    Args:
+        name: of the loss, for the error.
 
     Raises:
         ValueError: it is not one loss per token, and metrics: of tokens, of responses (b, 1), or one number.
@@ -314,13 +343,13 @@ def checked_loss(found: Any, mask: Float[Tensor, "b T"]) -> tuple[Float[Tensor, 
         got = tuple(pair[0].shape) if isinstance(pair[0], Tensor) else type(pair[0]).__name__
         metrics = "" if isinstance(pair[1], dict) else " without metrics"
         raise ValueError(
-            f"model.loss must give (losses of the tokens {tuple(mask.shape)}, a dict of metrics), got {got}{metrics}"
+            f"{name} must give (losses of the tokens {tuple(mask.shape)}, a dict of metrics), got {got}{metrics}"
         )
-    for name, value in pair[1].items():
+    for metric, value in pair[1].items():
         shape = tuple(getattr(value, "shape", ()))
         if shape not in ((), (len(mask), 1), tuple(mask.shape)):
             raise ValueError(
-                f"model.loss: the metric {name} must have the shape {tuple(mask.shape)}, a value of each token, or be one number,"
+                f"{name}: the metric {metric} must have the shape {tuple(mask.shape)}, a value of each token, or be one number,"
                 f" got {shape}"
             )
     return pair  # type: ignore[return-value]
