@@ -22,7 +22,7 @@ import torch.distributed as dist
 from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelSummary, RichProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from transformers.utils.logging import disable_progress_bar
 
@@ -98,6 +98,20 @@ class _Started(pl.Callback):
                 exception.add_note(f"lightning-rlhf: {self.ended.cause}")
 
 
+class _SavedConfig(SaveConfigCallback):
+    """Says where it could not be written: an error of a full disk has no path."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        folder = trainer.log_dir
+        try:
+            super().setup(trainer, pl_module, stage)
+        except OSError as error:
+            raise OSError(
+                f"{folder}/{self.config_filename} could not be written ({error}): free space there, make it writable, or change"
+                " trainer.default_root_dir, of a logger its save_dir"
+            ) from error
+
+
 class _Commands(pl.Trainer):
     """Lightning makes a subcommand of each method: of those that a run has, and of one that only looks at it."""
 
@@ -155,6 +169,7 @@ class RLHFCLI(LightningCLI):
             subclass_mode_data=True,
             auto_configure_optimizers=False,
             seed_everything_default=0,
+            save_config_callback=_SavedConfig,
             save_config_kwargs={"overwrite": True},
             parser_class=RLHFParser,
             parser_kwargs={"allow_abbrev": False},

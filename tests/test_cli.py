@@ -14,7 +14,7 @@ import yaml
 from clean import restored
 
 from lightning_rlhf import GRPOLightningModule, restricted
-from lightning_rlhf.cli import RLHFCLI, main
+from lightning_rlhf.cli import RLHFCLI, RLHFParser, main
 from lightning_rlhf.rollout import TransformersEngine
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -202,6 +202,17 @@ def test_a_reward_that_never_works_ends_the_run_in_one_line(capfd, tmp_path, mon
         "lightning-rlhf: error: no response of the first iteration could be scored"
     )
     assert "Traceback" not in printed
+
+
+def test_a_disk_that_is_full_at_the_start_is_named(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(RLHFParser, "save", lambda *_, **__: Path("/dev/full").write_text("x"))
+    with pytest.raises(SystemExit):
+        main([*GRPO, "--trainer.logger=false", "--trainer.callbacks=[]"])
+    assert capfd.readouterr().err.splitlines()[-1] == (
+        f"lightning-rlhf: error: {tmp_path}/config.yaml could not be written ([Errno 28] No space left on device): free space"
+        " there, make it writable, or change trainer.default_root_dir, of a logger its save_dir"
+    )
 
 
 @pytest.mark.parametrize(
