@@ -8,9 +8,9 @@ import os
 import lightning.pytorch as pl
 import pytest
 import torch
-from toys import TINY_MODULE, even_tokens
+from toys import TINY_MODULE, even_tokens, fit
 
-from lightning_rlhf import FSDPUlyssesStrategy, GRPOLightningModule, PromptDataModule, RolloutCallback
+from lightning_rlhf import KL, FSDPUlyssesStrategy, GRPOLightningModule, PromptDataModule, RolloutCallback
 from lightning_rlhf.modules.metrics import Metrics
 from lightning_rlhf.modules.report import Alarms, add_scores, constant_groups, finish, outlive
 from lightning_rlhf.types import Experience, Sampling, Scores
@@ -63,15 +63,25 @@ def test_an_engine_that_is_far_from_the_trainer_warns():
 
 
 def test_rewards_that_are_all_alike_from_the_beginning_warn():
-    found = {"completions/clipped_ratio": 0.0, "reward/std": 0.0, "reward/mean": 0.25}
+    found = experience([0.25, 0.25, 1.0], [1, 1, 2], [1, 1, 0])
     solved, alarms = Alarms(), Alarms()
-    solved(found | {"reward/std": 0.1}, Sampling())
+    solved.look_at_rewards(experience([0.25, 0.5], [1, 1], [1, 1]))
     for _ in range(9):  # every response is right in the end
-        solved(found, Sampling())
+        solved.look_at_rewards(found)
     for _ in range(4):
-        alarms(found, Sampling())
+        alarms.look_at_rewards(found)
+        alarms.look_at_rewards(experience([1.0, 2.0], [1, 1], [0, 0]))  # says nothing
     with pytest.warns(UserWarning, match=r"all responses of the first 5 iterations had the reward 0\.25"):
-        alarms(found, Sampling())
+        alarms.look_at_rewards(found)
+
+
+@pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
+def test_rewards_that_are_alike_once_they_are_clipped_warn(tmp_path):
+    module = GRPOLightningModule(
+        **TINY_MODULE, reward=[even_tokens], reward_clip=(-2.0, -1.0), kl=KL(coef=0.1, where="reward")
+    )
+    with pytest.warns(UserWarning, match="had the reward -1, which teaches nothing: .* model.reward_clip"):
+        fit(module, tmp_path, 5)
 
 
 @pytest.mark.parametrize("responses", [16, 51])

@@ -124,6 +124,7 @@ class RLHFLightningModule(PolicyUpdateModule):
             scores = batch["scores"] if "scores" in batch else self.scores_of(rollout)
             experience = self.gather(rollout, scores)
         same = constant_groups(experience)
+        self.alarms.look_at_rewards(experience)
         experience = self.evaluate(experience)
         values, returns = checked_advantages(self.compute_advantages(experience), experience.mask)
         experience = replace(experience, advantages=values, returns=returns)

@@ -106,7 +106,11 @@ class Alarms:
                 "no response of the first iteration could be scored: mend the reward function that the warning above names, then"
                 " try it with lightning-rlhf rewards"
             )
-        self._look_for_nothing_to_learn(reduced)
+        if reduced.get("reward/abstained") == 1.0:
+            rank_zero_warn(
+                "every reward function abstained (None or NaN) on every response of an iteration, nothing is learned from it:"
+                " try the functions with lightning-rlhf rewards"
+            )
         cut = reduced["completions/clipped_ratio"] > 0.5 and not sampling.ignore_eos
         self._cut_in_a_row = self._cut_in_a_row + 1 if cut else 0
         if self._cut_in_a_row == 5:
@@ -120,18 +124,18 @@ class Alarms:
                 " average: the weight sync or the sampling settings are wrong, or the engine's precision is too low"
             )
 
-    def _look_for_nothing_to_learn(self, reduced: dict[str, float]) -> None:
-        if reduced.get("reward/abstained") == 1.0:
-            rank_zero_warn(
-                "every reward function abstained (None or NaN) on every response of an iteration, nothing is learned from it:"
-                " try the functions with lightning-rlhf rewards"
-            )
-        alike = reduced.get("reward/std") == 0.0
+    def look_at_rewards(self, experience: Experience) -> None:
+        """Of an iteration, clipped and masked as the advantages see them, before the distance to the reference is taken off."""
+        scores = experience.rewards.sum(1)[experience.mask.any(1)]
+        if not len(scores):
+            return
+        alike = bool(scores.min() == scores.max())
         self._flat, self._varied = self._flat + alike, self._varied or not alike
         if self._flat == 5 and not self._varied:
             rank_zero_warn(
-                f"all responses of the first 5 iterations had the reward {reduced['reward/mean']:g}, which teaches nothing: try"
-                " the reward functions with lightning-rlhf rewards, or take prompts that are easier or harder"
+                f"all responses of the first 5 iterations had the reward {float(scores[0]):g}, which teaches nothing: try the"
+                " reward functions with lightning-rlhf rewards, look whether model.reward_clip leaves a difference, or take"
+                " prompts that are easier or harder"
             )
 
 
