@@ -292,6 +292,40 @@ def test_a_callback_that_has_been_through_a_run_begins_the_next_one_anew():
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
+class Interrupt(pl.Callback):
+    """Ends the first fit in its second iteration, after the rounds, once it is saved as `OnExceptionCheckpoint` would."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.begun = path, 0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.begun += 1
+        if self.begun == 2:
+            trainer.save_checkpoint(self.path)
+            raise ValueError("stop here")
+
+
+@pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
+@pytest.mark.parametrize("resumed", [False, True], ids=["the same run", "a resumed one"])
+def test_an_iteration_that_was_interrupted_begins_again_at_the_same_prompts(resumed, tmp_path):
+    whole, _ = fit(3)
+    pl.seed_everything(1, verbose=False)
+    module, data = Watched(), PromptDataModule(path="test_filtering.prompts", batch_size=8)
+    trainer = quiet_trainer(filtering(), Interrupt(tmp_path / "ck.ckpt"), max_steps=3, enable_checkpointing=False)
+    with pytest.raises(ValueError, match="stop here"):
+        trainer.fit(module, datamodule=data)
+    assert len(module.scored) > 2, "further rounds in one of the two iterations"
+    if resumed:
+        module, _ = fit(3, ckpt_path=tmp_path / "ck.ckpt")
+    else:
+        trainer.fit(module, datamodule=data)
+    own = module.trained[-2:]
+    assert own[0] == whole.trained[1]
+    if resumed:  # otherwise the optimizer is a new one
+        assert own[1] == whole.trained[2]
+        assert module.scored == whole.scored[-len(module.scored) :]
+
+
 @pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
 def test_what_counts_as_equal_is_what_the_module_trains_on(monkeypatch):
     asked: list[Any] = []

@@ -6,9 +6,9 @@ take their places.
     at the bound    dropped groups fill up, the first ones first: the iteration is then like one without a filter
 
 Prompts are those of the epochs' batches, one batch after the other. Iteration k begins at batch k + e, where e counts the batches
-that further rounds have taken so far. That one number is all that a checkpoint must hold, no prompt is skipped, and since a batch
-is the same on any number of ranks, so is everything here. (Batches drawn large enough for all rounds would need no state; they
-would skip what is not used.)
+that further rounds have taken before it. That number, of the iteration under way and of the next, is all that a checkpoint must
+hold, no prompt is skipped, and since a batch is the same on any number of ranks, so is everything here. (Batches drawn large
+enough for all rounds would need no state; they would skip what is not used.)
 """
 
 from __future__ import annotations

@@ -114,7 +114,8 @@ class RolloutCallback(pl.Callback):
             )
         self.async_level, self.filter_groups, self.val_average = async_level, filter_groups, val_average
         self.conversation = conversation
-        self._further_rounds = 0  # of all iterations, each a batch of prompts
+        # of the iterations before one, each a batch of prompts: of the one under way, which may begin again, and of the next
+        self._further_rounds: dict[int, int] = {}
         awake = Ladder(0, False, False)
         self.ladder = awake if async_level else Ladder(sleep_level, offload_optimizer, offload_parameters)
         self.rung = self.ladder.usual
@@ -239,16 +240,16 @@ class RolloutCallback(pl.Callback):
     def _filtered(self, module: RLHFLightningModule, generate: Callable[..., Rollout]) -> dict[str, Any]:
         """Rollout and scores of as many groups as a batch has prompts, see `filtering`."""
         assert self.filter_groups is not None
-        trainer = module.trainer
+        trainer, iteration = module.trainer, module.trainer.fit_loop.total_batch_idx
         rounds = Rounds(self.filter_groups, self._all_gather, module.mask_truncated, module.reward_clip)
-        begin = trainer.fit_loop.total_batch_idx + self._further_rounds
+        before = self._further_rounds.get(iteration, max(self._further_rounds.values(), default=0))
         while not (rounds and rounds.done):
-            epoch, number = divmod(begin + len(rounds), int(trainer.num_training_batches))
+            epoch, number = divmod(iteration + before + len(rounds), int(trainer.num_training_batches))
             prompts = trainer.train_dataloader.batch_at(epoch, number)["prompts"]  # type: ignore[union-attr]
             rollout = generate(prompts, first=len(rounds) * self.sampling.num_generations)
             with module.phases("reward"):
                 rounds.add(rollout, module.scores_of(rollout))
-        self._further_rounds += len(rounds) - 1
+        self._further_rounds = {iteration: before, iteration + 1: before + len(rounds) - 1}
         module.extra_metrics |= rounds.metrics
         rollout, scores = rounds.result()
         return {"prompts": rollout.prompts, "rollout": rollout, "scores": scores}
@@ -298,13 +299,14 @@ class RolloutCallback(pl.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._steps.longest = dict(zip(*(state_dict[name].tolist() for name in ("rows", "longest")), strict=True))
-        self._further_rounds = state_dict.get("further_rounds", 0)
+        further = state_dict.get("further_rounds", {})
+        self._further_rounds = further if isinstance(further, dict) else {-1: further}  # as earlier versions wrote
         if self.async_level:
             self._ahead.load(state_dict["ahead"])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.fit_loop.total_batch_idx < 0:  # from the start, whatever run this callback has been through
-            self._further_rounds = 0
+            self._further_rounds = {}
         option = "async_level: 1" if self.async_level else "filter_groups" if self.filter_groups is not None else None
         if option and not hasattr(trainer.train_dataloader, "batch_at"):
             raise ValueError(

@@ -153,6 +153,8 @@ class TrainedModule(ModelRoles):
 
     def on_train_start(self) -> None:
         """The rates and options of a resumed run are those that it is given; what was restored are its checkpoint's."""
+        total: Any = self.trainer.fit_loop.epoch_loop.batch_progress.total
+        total.ready = total.processed  # a checkpoint out of an iteration: it begins again
         for schedule, given in zip(self._schedules(), self._chosen if self.trainer.ckpt_path else (), strict=False):
             for group, own, factor in zip(schedule.optimizer.param_groups, given, schedule.lr_lambdas, strict=True):
                 for name, value in own.items():
