@@ -36,6 +36,10 @@ def warn_of_little_space(module: TrainedModule, folder: str, kept: int, weights_
     count = max(1, kept + 1 - sum(1 for _ in storage.complete_in(folder)))
     if size * count > free:
         rank_zero_warn(
-            f"a checkpoint takes {size / GIB:.1f} GiB and {count} must fit into {folder!r}, where {free / GIB:.1f} GiB are free:"
+            f"a checkpoint takes {_readable(size)} and {count} must fit into {folder!r}, where {_readable(free)} are free:"
             " free space there, lower save_top_k, set save_weights_only or change the checkpoint's dirpath"
         )
+
+
+def _readable(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
