@@ -165,6 +165,10 @@ def test_a_reward_that_never_works_ends_the_run_and_an_outage_does_not(tmp_path)
     assert [row["reward/failures"] for row in rows] == [0.0, 16.0, 0.0]
 
 
+def scores_with(**fields):
+    return lambda self, rollout: Scores(torch.ones(len(rollout)), **fields)
+
+
 @pytest.mark.parametrize(
     ("name", "gives", "said"),
     [
@@ -175,6 +179,14 @@ def test_a_reward_that_never_works_ends_the_run_and_an_outage_does_not(tmp_path)
         ),
         ("score", lambda self, rollout: ["a"] * 64, "for each of 64 responses, got a list of which"),
         ("score", lambda self, rollout: [1.0], "score() must return one reward per response: (64,), got (1,)"),
+        ("score", lambda self, rollout: Scores([1.0] * 64), "one reward per response: (64,), got list"),
+        (
+            "score",
+            scores_with(parts={"a": torch.ones(3)}),
+            "Scores.parts['a'] with one row per response: (64,), got (3,)",
+        ),
+        ("score", scores_with(parts={"a": [1.0] * 64}), "Scores.parts['a'] with one row per response: (64,), got list"),
+        ("score", scores_with(tokens=torch.ones(64)), "Scores.tokens with one row per response: (64, …), got (64,)"),
         ("compute_advantages", lambda self, e: e.rewards, "both of the shape of experience.mask (64, 6), got (64, 6)"),
         ("compute_advantages", lambda self, e: (e.rewards.sum(1), e.rewards), "got (64,) and (64, 6)"),
         ("compute_advantages", lambda self, e: (e.rewards, None), "got (64, 6) and NoneType"),

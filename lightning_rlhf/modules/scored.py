@@ -166,10 +166,9 @@ class ScoredModule(TrainedModule):
         try:
             if self.strategy.sp_rank == 0:
                 value = self.score(rollout)
-                result = _detached(value if isinstance(value, Scores) else Scores(_as_rewards(value, len(rollout))))
-                if result.total.shape != (len(rollout),):
-                    got = tuple(result.total.shape)
-                    raise ValueError(f"score() must return one reward per response: ({len(rollout)},), got {got}")
+                made = value if isinstance(value, Scores) else Scores(_as_rewards(value, len(rollout)))
+                _check_shapes(made, len(rollout))
+                result = _detached(made)
         except Exception as error:
             failure = error
         told = failure and (self.trainer.global_rank, f"{type(failure).__name__}: {failure}")
@@ -246,6 +245,17 @@ def _as_rewards(value: Any, responses: int) -> Tensor:
         raise ValueError(
             f"score() must return a number or None for each of {responses} responses, got {got}"
         ) from error
+
+
+def _check_shapes(scores: Scores, responses: int) -> None:
+    """Raise ValueError unless they are tensors with one row per response."""
+    optional = {"failed": scores.failed, "tokens": scores.tokens}
+    given = {"total": scores.total} | {f"parts[{name!r}]": part for name, part in scores.parts.items()}
+    for name, value in (given | {name: one for name, one in optional.items() if one is not None}).items():
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        if not isinstance(value, Tensor) or value.ndim != 1 + (name == "tokens") or len(value) != responses:
+            what = "one reward per response" if name == "total" else f"Scores.{name} with one row per response"
+            raise ValueError(f"score() must return {what}: ({responses},{' …' * (name == 'tokens')}), got {shape}")
 
 
 def _detached(scores: Scores) -> Scores:
