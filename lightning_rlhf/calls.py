@@ -110,7 +110,7 @@ class RewardJob:
         logged = Outcome([])
 
         def log_metric(name: str, value: float) -> None:
-            _check_free(name)
+            check_free(name)
             logged.metrics[name] = float(value)
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
@@ -145,14 +145,15 @@ class RewardJob:
             raise RewardError(f"must return a number or a dict with a score, got one with {', '.join(without[0])}")
         extras = dict.fromkeys(key for one in results for key in one if key != "score")
         for key in extras:
-            _check_free(f"{self.reward.name}/{key}")
+            check_free(f"{self.reward.name}/{key}")
         columns = {f"{self.reward.name}/{key}": [one.get(key) for one in results] for key in extras}
         numbers = {key: [float(v) for v in values if isinstance(v, int | float)] for key, values in columns.items()}
         metrics = {key: sum(values) / len(values) for key, values in numbers.items() if values}
         return Outcome(*_numbers([one["score"] for one in results], self.size), metrics, columns)
 
 
-def _check_free(name: str) -> None:
+def check_free(name: str) -> None:
+    """Raise RewardError if what is logged under ``name`` would be mixed with a metric of the trainer's."""
     if name in _RESERVED or name.endswith("/mean"):
         raise RewardError(f"must not log {name!r}: reward/{name} is a metric of the trainer's")
 

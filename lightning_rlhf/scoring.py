@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_rlhf.calls import Outcome, Reward, RewardJob
+from lightning_rlhf.calls import check_free as check_free  # for a score() of one's own
 from lightning_rlhf.process_rewards import Steps, token_rewards
 from lightning_rlhf.rewards import RewardError, normal_answer
 from lightning_rlhf.runners import EventLoop, Inline, Threads, Workers, at_breakpoint

@@ -165,6 +165,10 @@ def test_a_reward_that_never_works_ends_the_run_and_an_outage_does_not(tmp_path)
     assert [row["reward/failures"] for row in rows] == [0.0, 16.0, 0.0]
 
 
+def loss_that_logs(name):
+    return lambda self, *tensors: (GRPOLightningModule.policy_loss(self, *tensors)[0], {name: 1.0})
+
+
 def scores_with(**fields):
     return lambda self, rollout: Scores(torch.ones(len(rollout)), **fields)
 
@@ -186,6 +190,16 @@ def scores_with(**fields):
             "Scores.parts['a'] with one row per response: (64,), got (3,)",
         ),
         ("score", scores_with(parts={"a": [1.0] * 64}), "Scores.parts['a'] with one row per response: (64,), got list"),
+        (
+            "score",
+            scores_with(metrics={"mean": 1.0}),
+            "Scores.metrics must not log 'mean': reward/mean is a metric of the",
+        ),
+        (
+            "policy_loss",
+            loss_that_logs("grad_norm"),
+            "Own.policy_loss must not give the metric grad_norm: actor/grad_norm",
+        ),
         ("score", scores_with(tokens=torch.ones(64)), "Scores.tokens with one row per response: (64, …), got (64,)"),
         ("compute_advantages", lambda self, e: e.rewards, "both of the shape of experience.mask (64, 6), got (64, 6)"),
         ("compute_advantages", lambda self, e: (e.rewards.sum(1), e.rewards), "got (64,) and (64, 6)"),

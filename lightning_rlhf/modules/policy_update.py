@@ -41,6 +41,12 @@ from lightning_rlhf.types import Experience, derive_seed
 _TENSORS = frozenset({"log_probs", "old_log_probs", "advantages", "mask", "chosen"})
 """Arguments of a loss that are no options."""
 
+_RESERVED = frozenset(
+    {"grad_norm", "lr", "skipped_steps", "pg_loss", "positive_loss", "entropy", "kl", "kl_coef", "kl_loss"}
+    | {"kl_skipped_steps"}
+)
+"""Metrics of the actor that a loss must not give, too: they would be mixed."""
+
 
 class PolicyUpdateModule(ScoredModule):
     """The actor's losses. Override point: `policy_loss`.
@@ -336,7 +342,8 @@ def checked_loss(found: Any, mask: Float[Tensor, "b T"], name: str) -> tuple[Flo
         name: of the loss, for the error.
 
     Raises:
-        ValueError: it is not one loss per token, and metrics: of tokens, of responses (b, 1), or one number.
+        ValueError: it is not one loss per token, and metrics under names of their own: of tokens, of responses (b, 1), or one
+            number.
     """
     pair = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(pair[0], Tensor) or pair[0].shape != mask.shape or not isinstance(pair[1], dict):
@@ -346,6 +353,10 @@ def checked_loss(found: Any, mask: Float[Tensor, "b T"], name: str) -> tuple[Flo
             f"{name} must give (losses of the tokens {tuple(mask.shape)}, a dict of metrics), got {got}{metrics}"
         )
     for metric, value in pair[1].items():
+        if metric in _RESERVED:
+            raise ValueError(
+                f"{name} must not give the metric {metric}: actor/{metric} is one of the trainer's, rename it"
+            )
         shape = tuple(getattr(value, "shape", ()))
         if shape not in ((), (len(mask), 1), tuple(mask.shape)):
             raise ValueError(

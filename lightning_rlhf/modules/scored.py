@@ -27,7 +27,7 @@ from lightning_rlhf.modules.training import TrainedModule
 from lightning_rlhf.modules.validation import ValidationMetrics
 from lightning_rlhf.options import optional_options
 from lightning_rlhf.rewards import RewardError
-from lightning_rlhf.scoring import GIVEN, NO_REWARD, Scorer, answers_of
+from lightning_rlhf.scoring import GIVEN, NO_REWARD, Scorer, answers_of, check_free
 from lightning_rlhf.types import Rollout, Scores
 
 RewardFunction = Callable[..., Any]
@@ -167,7 +167,7 @@ class ScoredModule(TrainedModule):
             if self.strategy.sp_rank == 0:
                 value = self.score(rollout)
                 made = value if isinstance(value, Scores) else Scores(_as_rewards(value, len(rollout)))
-                _check_shapes(made, len(rollout))
+                _check_scores(made, len(rollout))
                 result = _detached(made)
         except Exception as error:
             failure = error
@@ -247,8 +247,13 @@ def _as_rewards(value: Any, responses: int) -> Tensor:
         ) from error
 
 
-def _check_shapes(scores: Scores, responses: int) -> None:
-    """Raise ValueError unless they are tensors with one row per response."""
+def _check_scores(scores: Scores, responses: int) -> None:
+    """Raise ValueError unless they are tensors with one row per response, with metrics under names of their own."""
+    for name in scores.metrics:
+        try:
+            check_free(name)
+        except RewardError as error:
+            raise ValueError(f"score(): Scores.metrics {error}") from None
     optional = {"failed": scores.failed, "tokens": scores.tokens}
     given = {"total": scores.total} | {f"parts[{name!r}]": part for name, part in scores.parts.items()}
     for name, value in (given | {name: one for name, one in optional.items() if one is not None}).items():
