@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -340,6 +341,15 @@ def test_a_scheduler_that_asks_for_a_metric_is_refused_unless_it_is_handed_one(t
         fit(OnPlateau(**COMMON), tmp_path, 1)
     rows = fit(ToldOfRate(**COMMON), tmp_path / "told", 4)  # 0, then the rate, which does not rise
     assert [row["actor/lr"] for row in rows] == pytest.approx([3e-3, 3e-3, 1.5e-3, 0.75e-3])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_that_no_optimizer_has_are_told_of(frozen, tmp_path):
+    module = GRPOLightningModule(**COMMON)
+    module.judge = torch.nn.Linear(2, 1).requires_grad_(not frozen)
+    warned = pytest.warns(UserWarning, match="GRPOLightningModule: no optimizer has the parameters of judge: freeze")
+    with nullcontext() if frozen else warned:
+        fit(module, tmp_path, 1)
 
 
 @pytest.mark.parametrize("names", [1, 2], ids=["one name", "both names, as earlier versions wrote"])

@@ -16,7 +16,7 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveInt
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
@@ -133,6 +133,7 @@ class TrainedModule(ModelRoles):
 
     def on_fit_start(self) -> None:
         self._check_schedulers()
+        self._look_for_untrained()
         # of a fit that was interrupted: its last iteration was begun, and begins again
         self.trainer.fit_loop.epoch_loop.batch_progress.total.reset_on_restart()
         outlive(self.trainer.loggers)
@@ -149,6 +150,16 @@ class TrainedModule(ModelRoles):
             raise ValueError(
                 "configure_optimizers gave a ReduceLROnPlateau, whose step() needs a metric: take another scheduler, or override"
                 " step_schedulers() to hand it one; self.trainer.callback_metrics then has those of the iteration before"
+            )
+
+    def _look_for_untrained(self) -> None:
+        groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        own = {name.split(".")[0] for name, p in self.named_parameters() if p.requires_grad and id(p) not in held}
+        if groups and own:  # without an optimizer the first step says so
+            rank_zero_warn(
+                f"{type(self).__name__}: no optimizer has the parameters of {', '.join(sorted(own))}: freeze them with"
+                " requires_grad_(False), or add a group of them in configure_optimizers and sum their gradients over the ranks"
             )
 
     def on_train_start(self) -> None:
