@@ -161,14 +161,14 @@ def test_signs_of_life_put_the_end_off(tmp_path, ended):
 def test_one_that_waits_for_others_or_is_at_a_breakpoint_is_left_alone(ended, tmp_path):
     def hang(place: str) -> None:
         code = compile("import time\ntime.sleep(2 * seconds)", place, "exec")
-        with watched("a step", LIMIT / 4, "a setting"):
+        with watched("a step", LIMIT / 4):
             exec(code, {"seconds": LIMIT / 2})
 
     hang("/torch/distributed/distributed_c10d.py")
     hang("/lib/python3/bdb.py")
     assert ended.said == []
     hang("/home/me/reward.py")
-    assert ended.said == ["a step has not ended in 0.25 s (a setting), all threads:"]
+    assert ended.said == ["a step has not ended in 0.25 s (rollout.timeout_s), all threads:"]
 
 
 def test_the_limit_is_two_thirds_of_that_of_collectives_and_more_for_rollouts(tmp_path):

@@ -110,17 +110,12 @@ _watch = _Watch()
 
 
 @contextmanager
-def watched(what: str, seconds: float | None, setting: str = "rollout.timeout_s") -> Iterator[None]:
-    """A step that may take ``seconds``; None: any time, at no cost.
-
-    Args:
-        what: the step.
-        setting: where the limit comes from.
-    """
+def watched(what: str, seconds: float | None) -> Iterator[None]:
+    """A step of a rollout that may take ``seconds``; None: any time, at no cost."""
     if seconds is None:
         yield
         return
-    step = _Step(what, seconds, setting)
+    step = _Step(what, seconds, "rollout.timeout_s")
     _watch.add(step)
     try:
         yield
