@@ -65,8 +65,6 @@ class Inline:
 
     def give_up(self) -> None: ...
 
-    def close(self) -> None: ...
-
 
 class Threads(Inline):
     """In new daemon threads, at most 32 for one call."""
