@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_rlhf.types import PromptImages, _Movable
+from lightning_rlhf.types import Movable, PromptImages
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 """``model_type`` of the vision-language models that can be trained."""
@@ -267,7 +267,7 @@ def collapsed(ids: Sequence[int], images: PromptImages | None) -> list[int]:
 
 
 @dataclass(frozen=True)
-class PackedImages(_Movable):
+class PackedImages(Movable):
     """The pictures of a packed stream of S tokens; each prompt's once, however many responses the stream has to it.
 
     ``slots`` are the places of features in this sequence rank's piece of the stream, ``sources`` the rows of the vision tower's

@@ -18,13 +18,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_rlhf.images import PackedImages, pack_images
-from lightning_rlhf.types import IGNORE, PromptImages, _Movable, shift_labels
+from lightning_rlhf.types import IGNORE, Movable, PromptImages, shift_labels
 
 Cost = Callable[[int], float]
 
 
 @dataclass(frozen=True)
-class Packed(_Movable):
+class Packed(Movable):
     """One micro-batch as a stream of S tokens, whole sequences one after the other, padding (if any) as one more sequence.
 
     ``labels[t]`` is the response token that position ``t`` predicts, `IGNORE` elsewhere; ``rows`` are the positions of this

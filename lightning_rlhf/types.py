@@ -36,14 +36,14 @@ IGNORE = -100
 """Label of a position that predicts nothing: the end of a sequence, a prompt token, padding."""
 
 
-class _Movable:
+class Movable:
     """``.to`` for frozen dataclasses: Lightning's own mover refuses to set their fields."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Any:
         moved = {}
         for f in fields(self):  # type: ignore[arg-type]
             value = getattr(self, f.name)
-            if isinstance(value, Tensor | _Movable):
+            if isinstance(value, Tensor | Movable):
                 moved[f.name] = value.to(device, non_blocking=non_blocking)
         return replace(self, **moved)  # type: ignore[type-var]
 
@@ -131,7 +131,7 @@ class PromptImages:
 
 
 @dataclass(frozen=True)
-class Prompts(_Movable):
+class Prompts(Movable):
     """The prompts of one data rank, tokenised once.
 
     ``index`` is the row in the data set; seeds depend on it, so a prompt draws the same responses on any number of ranks.
@@ -178,7 +178,7 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Rollout(_Movable):
+class Rollout(Movable):
     """The responses of one data rank: what the `RolloutCallback` adds to the batch as ``batch["rollout"]``.
 
     ``group`` is the prompt's row in the data set: members of a group share it, whichever rank they live on. ``greedy`` has the
@@ -272,7 +272,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Experience(_Movable):
+class Experience(Movable):
     """The whole iteration's responses, equal on every rank, ready for the update.
 
     ``sequences`` are prompt + response token ids, ``prompt_lengths`` where the response begins, ``max_length`` the longest
@@ -317,7 +317,7 @@ class Experience(_Movable):
 
 
 @dataclass(frozen=True)
-class Examples(_Movable):
+class Examples(Movable):
     """The labelled sequences of one optimizer step, equal on every rank: N of them, ``size`` to an example.
 
     A pair is an example of two, the better answer first. ``masks`` are 1 on the tokens that are learned, from ``prompt_lengths``
@@ -347,9 +347,9 @@ def shift_labels(sequence: Int[Tensor, "L"], prompt_length: int) -> Int[Tensor, 
     return labels
 
 
-def right_pad(rows: Sequence[Sequence[float]], value: float = 0.0) -> Float[Tensor, "B T"]:
-    """Ragged rows to a float tensor, padded on the right; T is at least 1."""
-    out = torch.full((len(rows), max((len(r) for r in rows), default=0) or 1), value)
+def right_pad(rows: Sequence[Sequence[float]]) -> Float[Tensor, "B T"]:
+    """Ragged rows to a float tensor, padded with 0 on the right; T is at least 1."""
+    out = torch.zeros(len(rows), max((len(r) for r in rows), default=0) or 1)
     for i, row in enumerate(rows):
         if len(row):
             out[i, : len(row)] = torch.as_tensor(row, dtype=torch.float32)

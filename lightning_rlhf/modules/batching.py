@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lightning_rlhf.packing import Packed, pack, pack_ends, plan, plan_at_home
-from lightning_rlhf.types import Examples, Experience, _Movable, derive_seed
+from lightning_rlhf.types import Examples, Experience, Movable, derive_seed
 
 
 def mini_batches(responses: int, count: int, *seed: int) -> list[list[int]]:
@@ -51,7 +51,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class MicroBatch(_Movable):
+class MicroBatch(Movable):
     """Some responses of an experience as one packed stream; ``rows`` are their indices."""
 
     packed: Packed
