@@ -97,7 +97,7 @@ def run_of(**changes: Any) -> Run:
 def test_an_iteration_in_numbers():
     run = run_of()
     assert (run.data_ranks, run.sequence_ranks, run.replicas, run.shards) == (4, 2, 2, 4)
-    assert (run.responses, run.optimizer_steps, run.longest, run.context, run.budget) == (128, 8, 500, 500, 1200)
+    assert (run.responses, run.longest, run.context, run.budget) == (128, 500, 500, 1200)
     assert run.micro_batches == 4  # 128 responses / 4 steps / 4 ranks = 8 of 500 tokens, 2 in a stream of 1200
     assert run.stream_tokens(4) == 600
     assert run.stream_tokens(64) == 250  # one response of 500 tokens on two GPUs

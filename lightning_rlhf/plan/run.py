@@ -147,11 +147,6 @@ class Run:
         """Per iteration."""
         return None if self.prompts is None else self.prompts * self.num_generations
 
-    @property
-    def optimizer_steps(self) -> int:
-        """Per iteration."""
-        return self.ppo_epochs * self.mini_batches
-
     def stream_tokens(self, steps: int) -> int:
         """Largest micro-batch, in tokens of one GPU, when the iteration's responses are split into ``steps``."""
         if self.responses is None:
