@@ -283,3 +283,10 @@ def position_limit(config: Any) -> int | None:
     limits = [config.max_position_embeddings for r in kinds if r.get("rope_type") == "dynamic"]
     limits += [r["original_max_position_embeddings"] for r in kinds if r.get("rope_type") == "longrope"]
     return min(limits, default=None)
+
+
+def longest_sequence(config: Any) -> int:
+    """Tokens that a model of this transformers config takes, and that may be packed with others."""
+    text = config.get_text_config()
+    limits = (getattr(text, "max_position_embeddings", None), position_limit(text))
+    return min(limit or 2**31 for limit in limits)

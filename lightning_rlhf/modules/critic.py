@@ -21,7 +21,6 @@ from lightning_rlhf.modules.policy import (
     PackedModel,
     added_names,
     causal_lm,
-    longest_sequence,
     policy_on_meta,
     saved_buffers,
     stored_dtype,
@@ -30,6 +29,7 @@ from lightning_rlhf.modules.score_head import head_names, start_head
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.modules.startup import check_isolation
 from lightning_rlhf.packing import Packed
+from lightning_rlhf.ulysses import longest_sequence
 
 if TYPE_CHECKING:
     from lightning_rlhf.precision import FSDP2Precision

@@ -198,13 +198,6 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
 
 
-def longest_sequence(config: Any) -> int:
-    """Tokens that a model of this transformers config takes, and that may be packed with others."""
-    text = config.get_text_config()
-    limits = (getattr(text, "max_position_embeddings", None), position_limit(text))
-    return min(limit or 2**31 for limit in limits)
-
-
 def unsharded_actor(
     settings: ModelSettings, precision: FSDP2Precision, source: str | None = None
 ) -> tuple[nn.Module, Adapter | None]:

@@ -21,7 +21,6 @@ from lightning_rlhf.modules.frozen_reward import (
     scores_of_all,
 )
 from lightning_rlhf.modules.numbers import Finite, PositiveFloat
-from lightning_rlhf.modules.policy import longest_sequence
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.modules.training import TrainedModule
 from lightning_rlhf.modules.validation import ValidationMetrics
@@ -29,6 +28,7 @@ from lightning_rlhf.options import optional_options
 from lightning_rlhf.rewards import RewardError
 from lightning_rlhf.scoring import GIVEN, NO_REWARD, Scorer, answers_of, check_free
 from lightning_rlhf.types import Rollout, Scores
+from lightning_rlhf.ulysses import longest_sequence
 
 RewardFunction = Callable[..., Any]
 

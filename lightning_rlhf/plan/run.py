@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_rlhf.ulysses import position_limit
+from lightning_rlhf.ulysses import longest_sequence
 
 if TYPE_CHECKING:
     from lightning_rlhf.callbacks.rollout import RolloutCallback
@@ -122,9 +122,7 @@ class Run:
     @cached_property
     def positions(self) -> int:
         """Longest sequence that the model was made for, and that may be packed with others."""
-        text = self.config.get_text_config()
-        limits = (getattr(text, "max_position_embeddings", None), position_limit(text))
-        return min(limit or 2**31 for limit in limits)
+        return longest_sequence(self.config)
 
     @property
     def longest(self) -> int:
