@@ -61,9 +61,8 @@ class Dims:
 
 
 class Passes(NamedTuple):
-    """In the phase ``phase``, a model of size ``dims`` sees every sequence of the iteration this many times."""
+    """In its update, a model of size ``dims`` sees every sequence of the iteration this many times."""
 
-    phase: str
     dims: Dims
     forward: float
     backward: float
@@ -143,14 +142,13 @@ def forward_flops(dims: Dims, lengths: Iterable[int], *, lookup: bool = False) -
     return 2.0 * parameters * tokens + 4.0 * attended * dims.head_dim * dims.heads
 
 
-def phase_flops(passes: Iterable[Passes], phase: str, lengths: list[int], *, lookup: bool = False) -> float:
-    """FLOPs of all models in one phase of an iteration whose sequences have the given lengths."""
+def update_flops(passes: Iterable[Passes], lengths: list[int], *, lookup: bool = False) -> float:
+    """FLOPs of all models in the update of an iteration whose sequences have the given lengths."""
     total = 0.0
     for work in passes:
-        if work.phase == phase:
-            forward = forward_flops(work.dims, lengths, lookup=lookup)
-            both = training_flops(work.dims, lengths, lookup=lookup)
-            total += work.forward * forward + work.backward * (both - forward)
+        forward = forward_flops(work.dims, lengths, lookup=lookup)
+        both = training_flops(work.dims, lengths, lookup=lookup)
+        total += work.forward * forward + work.backward * (both - forward)
     return total
 
 

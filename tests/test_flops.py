@@ -23,7 +23,7 @@ from transformers import (
     Starcoder2Config,
 )
 
-from lightning_rlhf.flops import Dims, Passes, dims_of, forward_flops, frozen, peak_flops, phase_flops, training_flops
+from lightning_rlhf.flops import Dims, Passes, dims_of, forward_flops, frozen, peak_flops, training_flops, update_flops
 from lightning_rlhf.modules.lora import trained_matrices
 
 SMALL: dict[str, Any] = {
@@ -140,14 +140,13 @@ def test_a_value_head_has_one_output() -> None:
     assert policy.matmul_parameters - critic.matmul_parameters == 64 * 255
 
 
-def test_a_phase_adds_up_its_models() -> None:
+def test_an_update_adds_up_its_models() -> None:
     actor, critic = dims_of(CONFIGS[0]), dims_of(CONFIGS[0], outputs=1)
-    passes = [Passes("update", actor, 2, 2), Passes("update", critic, 2, 2), Passes("reference", actor, 1, 0)]
     lengths = [10, 30]
     both = training_flops(actor, lengths) + training_flops(critic, lengths)
-    assert phase_flops(passes, "update", lengths) == pytest.approx(2 * both)
-    assert phase_flops(passes, "reference", lengths) == pytest.approx(forward_flops(actor, lengths))
-    assert phase_flops(passes, "values", lengths) == 0
+    assert update_flops([Passes(actor, 2, 2), Passes(critic, 2, 2)], lengths) == pytest.approx(2 * both)
+    assert update_flops([Passes(actor, 1, 0)], lengths) == pytest.approx(forward_flops(actor, lengths))
+    assert update_flops([], lengths) == 0
 
 
 @pytest.mark.parametrize("config", [GPT2Config(), DeepseekV3Config(), Qwen3NextConfig()], ids=lambda c: c.model_type)

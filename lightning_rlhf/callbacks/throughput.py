@@ -19,7 +19,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_rlhf.flops import peak_flops, phase_flops
+from lightning_rlhf.flops import peak_flops, update_flops
 
 
 class Throughput(pl.Callback):
@@ -74,7 +74,7 @@ class Throughput(pl.Callback):
             return {}
         capacity = update_seconds * trainer.world_size * peak
         bases = {"perf/mfu": False, "perf/mfu_conventional": True}
-        worth = {name: phase_flops(pl_module.flops, "update", lengths, lookup=lookup) for name, lookup in bases.items()}
+        worth = {name: update_flops(pl_module.flops, lengths, lookup=lookup) for name, lookup in bases.items()}
         return {name: flops / capacity for name, flops in worth.items() if flops}
 
 

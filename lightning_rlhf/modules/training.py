@@ -305,4 +305,4 @@ def passes_of(root: Policy | Critic, outputs: int | None, forward: float, backwa
         return []
     if root.adapter is not None:
         dims = frozen(dims, *trained_matrices(root))
-    return [Passes("update", dims, forward, backward)]
+    return [Passes(dims, forward, backward)]
