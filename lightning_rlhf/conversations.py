@@ -22,7 +22,7 @@ from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
 from lightning_rlhf.prompts import PromptEncoder, conversation
-from lightning_rlhf.sources import Row, first_line
+from lightning_rlhf.sources import Row
 from lightning_rlhf.types import Message, Prompt
 
 Learned = Literal["completions", "last", "all"]
@@ -60,7 +60,7 @@ def demonstration(row: Row, encoder: PromptEncoder, learned: Learned = "completi
         if learned == "last":
             *before, last = _answered(messages)
             return answer(before, [last], encoder)
-        return [Piece(template(messages, encoder), True)]
+        return [Piece(encoder.templated(messages), True)]
     if row.get("prompt") is not None and row.get("completion") is not None:
         pieces = answer(row["prompt"], row["completion"], encoder)
     elif isinstance(row.get("text"), str) and row["text"]:
@@ -116,8 +116,8 @@ def whole(prompt: Any, completion: Any, encoder: PromptEncoder) -> str:
     last = asked[-1]
     if last["role"] == "assistant" and isinstance(completion, str) and isinstance(last["content"], str):
         # the prompt was the beginning of the answer
-        return template([*asked[:-1], last | {"content": last["content"] + completion}], encoder)
-    return template([*asked, *reply], encoder)
+        return encoder.templated([*asked[:-1], last | {"content": last["content"] + completion}])
+    return encoder.templated([*asked, *reply])
 
 
 def _sides(prompt: Any, completion: Any, encoder: PromptEncoder) -> tuple[Any, Any]:
@@ -143,7 +143,7 @@ def turns(messages: Sequence[Message], encoder: PromptEncoder) -> list[Piece]:
             continue
         if i == 0:
             raise ValueError("must not begin with an assistant message")
-        before, after = encoder.render(list(messages[:i])), template(messages[: i + 1], encoder)
+        before, after = encoder.render(list(messages[:i])), encoder.templated(messages[: i + 1])
         pieces += [Piece(_rest(before, done), False), Piece(_rest(after, before), True)]
         done = after
     return pieces
@@ -155,23 +155,6 @@ def _answered(messages: Sequence[Message]) -> Sequence[Message]:
     if not end:
         raise ValueError("has no assistant message to learn from")
     return messages[:end]
-
-
-def template(messages: Sequence[Message], encoder: PromptEncoder) -> str:
-    """A conversation that ends in an answer as the chat template writes it, what ends the answer included.
-
-    Raises:
-        ValueError: there is no template, or it refuses the conversation.
-    """
-    tokenizer, system = encoder.tokenizer, encoder.system_prompt
-    if not tokenizer.chat_template:
-        raise ValueError("needs a chat template, but the tokenizer has none: give texts, or take an instruct model")
-    if system is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-    try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **(encoder.template_args or {})))
-    except Exception as error:
-        raise ValueError(f"is refused by the chat template: {first_line(error)}") from error
 
 
 def tokenise(rows: Sequence[Sequence[Piece]], encoder: PromptEncoder) -> list[Labelled]:

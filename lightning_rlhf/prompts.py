@@ -20,7 +20,7 @@ import torch
 
 from lightning_rlhf.images import ImageEncoder, has_image_parts, pictures_of, with_image_parts
 from lightning_rlhf.sources import Row, Rows, first_line
-from lightning_rlhf.types import Prompt, PromptImages, Prompts
+from lightning_rlhf.types import Message, Prompt, PromptImages, Prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -129,17 +129,25 @@ class PromptEncoder:
                     )
                 return messages
             messages = [{"role": "user", "content": messages}]
-        if self.system_prompt is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
         messages = with_image_parts(messages, pictures)
         if self.vision is None and has_image_parts(messages):
             raise ValueError("has image parts, but the model takes text only: take a vision-language model")
+        ends = "continue_final_message" if messages[-1]["role"] == "assistant" else "add_generation_prompt"
+        return self.templated(messages, **{ends: True})
+
+    def templated(self, messages: Sequence[Message], **ends: bool) -> str:
+        """A conversation as the chat template writes it, behind the system prompt; by default with what ends its last message.
+
+        Raises:
+            ValueError: there is no template, or it refuses the conversation.
+        """
+        if self.system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
         if not self.tokenizer.chat_template:
             raise ValueError("needs a chat template, but the tokenizer has none: give text, or take an instruct model")
-        ends = "continue_final_message" if messages[-1]["role"] == "assistant" else "add_generation_prompt"
-        arguments = {**(self.template_args or {}), ends: True}
+        arguments = {**(self.template_args or {}), **ends}
         try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
+            return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments))
         except Exception as error:
             raise ValueError(f"is refused by the chat template: {first_line(error)}") from error
 
