@@ -148,7 +148,7 @@ class _Commands(pl.Trainer):
         Args:
             rows: how many, evenly over the data.
             completion: a text to try on every row.
-            completion_column: column of right answers; by default answer, solution or ground_truth.
+            completion_column: column of right answers; by default answer, solution, ground_truth, response or completion.
         """
 
     def export(self) -> None:

@@ -18,9 +18,12 @@ import yaml
 from toys import command
 
 import lightning_rlhf
+from lightning_rlhf import cli
 from lightning_rlhf.callbacks import memory
+from lightning_rlhf.modules import losses
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.rollout import VLLMEngine
+from lightning_rlhf.trial import REFERENCES
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -109,6 +112,49 @@ def test_yaml_in_a_page_uses_keys_that_exist(page: Path) -> None:
     for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL):
         keys = [key.removesuffix("+") for key in leaves(yaml.safe_load(block)) if "." in key]
         assert not [key for key in keys if not exists(key)]
+
+
+def said(cell: str) -> list[Any]:
+    """The values in a cell of defaults; what is put into words is Ellipsis."""
+    values = [yaml.safe_load(part) for part in cell.replace("`", "").split(",")]
+    return [None if v == "none" else ... if isinstance(v, str) and re.search(r"\W", v) else v for v in values]
+
+
+def test_defaults_in_the_tables_are_those_of_the_code() -> None:
+    seen = []
+    homes = {"option": "rollout.sampling", "`rollout.engine.…`": "rollout.engine"}
+    rows = [(t[0][0], row) for p in DOCS for t in tables(p.read_text()) if t[0][1] == "default" for row in t[1:]]
+    for head, (names, default, *_) in rows:
+        keys = [key if "." in key else f"{homes[head]}.{key}" for key in re.findall("`(.+?)`", names)]
+        values = said(default)
+        for key, value in zip(keys, values if len(values) > 1 else values * len(keys), strict=True):
+            owner, _, name = key.rpartition(".")
+            here = inspect.signature(OWNERS[owner][0]).parameters[name].default
+            if value is not ...:
+                seen.append(key)
+                none = here in ((), inspect.Parameter.empty) or repr(here) == "<factory>"
+                assert here == value or (none and value is None), key
+    assert len(seen) > 20
+
+
+def test_the_options_of_losses_are_those_of_the_code() -> None:
+    (table,) = (t for t in tables((ROOT / "docs/algorithms.md").read_text()) if t[0][-1] == "YAML, with the defaults")
+    for name, *_, options in table[1:]:
+        if "," in name:  # the same loss with other options
+            continue
+        parameters = inspect.signature(getattr(losses, name.strip("`"))).parameters
+        given = [yaml.safe_load(one) for one in re.findall("`(.+?)`", options)]
+        for key, value in (
+            item for one in given for item in (one.get("loss_args") or one).items() if item[0] != "loss"
+        ):
+            assert parameters[key].default == value, name
+
+
+def test_the_columns_of_right_answers_are_named() -> None:
+    for text in ((ROOT / "docs/rewards.md").read_text(), cli._Commands.rewards.__doc__ or ""):
+        assert re.search(
+            " ".join(REFERENCES).replace(" completion", " (and|or) completion"), re.sub(r"[`,\s]+", " ", text)
+        )
 
 
 ON_A_GPU = {"perf/memory_allocated_gb", "perf/memory_reserved_gb", "memory_gb/<phase>", "memory_device_gb/<phase>"}
