@@ -278,10 +278,8 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
         forward; a float32 unit inside a bf16-mixed root can be sharded beforehand with its own policy (`shard_float32`).
         With ``on_host`` the shards live in host memory, pinned on CUDA, and travel to the device when they are gathered.
         """
-        options: dict[str, Any] = {"mesh": self.device_mesh}
+        options = self._placed(on_host)
         options["mp_policy"] = MixedPrecisionPolicy() if frozen else self.precision_plugin.policy
-        if on_host:
-            options["offload_policy"] = self._host_policy
         reshard = True if frozen else self.reshard_after_forward
         if sum(p.numel() for p in root.parameters()) < self.min_num_params:
             units, layers = [], []
@@ -298,9 +296,10 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
         elif reshard is False:
             root.set_reshard_after_backward(False)  # type: ignore[operator]
 
-    @property
-    def _host_policy(self) -> CPUOffloadPolicy:
-        return CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
+    def _placed(self, on_host: bool) -> dict[str, Any]:
+        """Of `fully_shard`: over which ranks, and where the shards live."""
+        policy = CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
+        return {"mesh": self.device_mesh, **({"offload_policy": policy} if on_host else {})}
 
     def _prefetch(self, layers: list[nn.Module]) -> None:
         """Gather the next ``prefetch`` layers, in either direction, while one computes."""
@@ -312,15 +311,13 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
 
     def shard_float32(self, unit: nn.Module, on_host: bool = False) -> None:
         """A unit that computes in float32 whatever the precision: its inputs are cast up. ``on_host`` as in `shard`."""
-        options: dict[str, Any] = {"offload_policy": self._host_policy} if on_host else {}
         policy = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.float32)
-        fully_shard(unit, mesh=self.device_mesh, mp_policy=policy, **options)
+        fully_shard(unit, mp_policy=policy, **self._placed(on_host))
 
     def shard_uncast(self, unit: nn.Module, on_host: bool = False) -> None:
         """A unit that gets its inputs as they are: the blocks of a vision tower take rotary angles in float32."""
-        options: dict[str, Any] = {"offload_policy": self._host_policy} if on_host else {}
         policy = replace(self.precision_plugin.policy, cast_forward_inputs=False)
-        fully_shard(unit, mesh=self.device_mesh, mp_policy=policy, **options)
+        fully_shard(unit, mp_policy=policy, **self._placed(on_host))
 
     def materialize(self, root: nn.Module, on_host: bool = False) -> None:
         """Allocate a sharded root whose parameters are on the meta device; the values are undefined until loaded.
