@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from statistics import mean
 from typing import Any
 
 import torch
@@ -197,7 +198,7 @@ def joined_scores(scores: tuple[Scores, ...], keep: list[list[int]], rollout: Ro
     return Scores(
         total=joined([one.total for one in scores]),
         parts={name: joined([one.parts[name] for one in scores]) for name in scores[0].parts},
-        metrics={name: _mean([one.metrics[name] for one in scores if name in one.metrics]) for name in logged},
+        metrics={name: mean([one.metrics[name] for one in scores if name in one.metrics]) for name in logged},
         columns={
             name: [one.columns.get(name, none)[i] for one, own in zip(scores, rows, strict=True) for i in own]
             for name in columns
@@ -209,7 +210,3 @@ def joined_scores(scores: tuple[Scores, ...], keep: list[list[int]], rollout: Ro
 
 def _failed(scores: Scores) -> Tensor:
     return torch.zeros(len(scores.total), dtype=torch.bool) if scores.failed is None else scores.failed
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

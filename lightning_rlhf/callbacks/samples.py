@@ -82,14 +82,12 @@ class Samples(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if self._validation:
-            self._publish(trainer, pl_module, "validation", _concatenate(self._validation))
+            kind = "test" if trainer.testing else "validation"
+            self._publish(trainer, pl_module, kind, _concatenate(self._validation))
 
     on_test_start = on_validation_start
     on_test_batch_end = on_validation_batch_end
-
-    def on_test_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if self._validation:
-            self._publish(trainer, pl_module, "test", _concatenate(self._validation))
+    on_test_end = on_validation_end
 
     def _publish(self, trainer: pl.Trainer, pl_module: Any, kind: str, columns: Columns) -> None:
         step = pl_module.iteration

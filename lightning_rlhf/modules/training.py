@@ -249,9 +249,8 @@ class TrainedModule(ModelRoles):
 
     def step_schedulers(self) -> None:
         """Once per iteration."""
-        schedulers = self.lr_schedulers()
-        for scheduler in schedulers if isinstance(schedulers, list) else [] if schedulers is None else [schedulers]:
-            scheduler.step()  # type: ignore[call-arg]
+        for config in self.trainer.lr_scheduler_configs:
+            config.scheduler.step()  # type: ignore[call-arg]
 
     def log_reduced(self, reduced: dict[str, float], batch_size: int) -> None:
         """Log an iteration's metrics with the rates; equal on every rank, so that nothing is synchronised."""
