@@ -156,7 +156,7 @@ class _Commands(pl.Trainer):
 
 
 class RLHFCLI(LightningCLI):
-    """The links and defaults; nothing else happens here."""
+    """The defaults, and the commands that are none of Lightning's."""
 
     progress = _Started()  # of this process's run
 
@@ -378,15 +378,7 @@ def run(cli: type[CLI], args: Sequence[str] | None = None) -> CLI:
     cli.progress = _Started()
     try:
         return cli(args)
-    except (
-        ValueError,
-        TypeError,
-        OSError,
-        ImportError,
-        NotImplementedError,
-        MisconfigurationException,
-        RuntimeError,
-    ) as error:
+    except (ValueError, TypeError, OSError, ImportError, MisconfigurationException, RuntimeError) as error:
         if os.environ.get("LIGHTNING_RLHF_TRACEBACK") or (
             cli.progress.started and not isinstance(error, SaveFailed | RewardError | ExportFailed)
         ):

@@ -1,4 +1,4 @@
-"""`PlanSummary`: the resolved set-up in a dozen lines, on the first process, before anything is loaded."""
+"""`PlanSummary`: the resolved set-up in seven lines, and what it costs, on the first process, before anything is loaded."""
 
 from __future__ import annotations
 

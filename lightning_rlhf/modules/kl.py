@@ -61,7 +61,6 @@ class KL:
             raise ValueError(
                 "model.kl.target steers model.kl.coef, which must not start at 0: set it, or leave out target"
             )
-
         if self.refresh_every is not None and not self.coef:
             raise ValueError("model.kl.refresh_every renews the reference, which needs model.kl.coef: set it")
 

@@ -1,4 +1,4 @@
-"""A plan as text: a summary of a dozen lines for the start of a run, a table with all parts for ``lightning-rlhf plan``."""
+"""A plan as text: a summary of seven lines for the start of a run, a table with all parts for ``lightning-rlhf plan``."""
 
 from __future__ import annotations
 

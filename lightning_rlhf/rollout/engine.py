@@ -2,7 +2,7 @@
 
 One generation phase, in this order (the engine's memory is free between phases):
 
-    wake({"weights"}) → load_weights → wake({"kv_cache"}) → generate → sleep
+    wake(["weights"]) → load_weights → wake(["kv_cache"]) → generate → sleep
 
 Token ids in, token ids out: nothing is tokenised twice. Every rank calls every method in the same order; ranks that share one
 engine (``tensor_parallel_size`` consecutive ones) give it the same prompts, see `sharing`.
