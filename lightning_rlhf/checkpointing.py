@@ -99,8 +99,7 @@ class DistributedCheckpoints(ModelParallelStrategy):
     @property
     def background(self) -> Background:
         """The thread that writes checkpoints."""
-        if self._background is None:
-            raise RuntimeError("checkpoints can be saved once the Trainer has set up the process group")
+        assert self._background is not None
         return self._background
 
     def _agreed(self, filepath: Any) -> str:

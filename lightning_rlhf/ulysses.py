@@ -117,10 +117,9 @@ def head_plan(query_heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
     if query_heads % kv_heads:
         raise ValueError(f"{query_heads} query heads are no multiple of {kv_heads} key/value heads")
     members = query_heads // kv_heads
-    if query_heads % ranks == 0:
-        for repeat in range(1, members + 1):
-            if members % repeat == 0 and (kv_heads * repeat) % ranks == 0:
-                return repeat, 0
+    for repeat in range(1, members + 1):
+        if members % repeat == 0 and (kv_heads * repeat) % ranks == 0:
+            return repeat, 0
     return members, -query_heads % ranks
 
 

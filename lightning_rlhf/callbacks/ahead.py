@@ -79,8 +79,7 @@ class Ahead:
                 must not.
         """
         running = self._running
-        if running is None:
-            return
+        assert running is not None
         try:
             self._rows = _by_row(running.rows, collect(running.result))
         finally:

@@ -66,8 +66,7 @@ class KL:
 
     def adapted(self, coef: float, measured: float, responses: int) -> float:
         """The coefficient after an iteration of ``responses`` in which the distance was ``measured``."""
-        if self.target is None:
-            return coef
+        assert self.target is not None
         error = min(max(measured / self.target - 1.0, -0.2), 0.2)
         # the formula alone makes it negative from 5 horizons on
         return coef * (1.0 + error * min(responses / self.horizon, 1.0))
