@@ -477,3 +477,9 @@ def test_print_config_is_a_config_that_gives_itself_again(capfd, tmp_path):
         Path(file).write_text(printed[-1])
     assert printed[0] == printed[1]
     assert yaml.safe_load(printed[0])["model"]["init_args"]["reward"] == ["lightning_rlhf.rewards.numeric_answer"]
+
+
+def test_the_traceback_of_a_wrong_configuration_is_there_for_who_asks(monkeypatch):
+    monkeypatch.setenv("LIGHTNING_RLHF_TRACEBACK", "1")
+    with pytest.raises(FileNotFoundError, match="there is no folder '/no/such'"):
+        main(["fit", "--config", str(CONFIGS / "tiny_grpo.yaml"), "--model.model=/no/such"])

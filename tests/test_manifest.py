@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ import torch
 from test_policy import save as save_model
 from test_runs import QUIET, run
 from toys import TINY_MODULE, even_tokens, fit
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_rlhf import GRPOLightningModule, IterationCheckpoint, LoRA, PPOLightningModule
 from lightning_rlhf.callbacks.manifest import write_manifest
 from lightning_rlhf.manifest import check_resumed, git_state, versions
-from lightning_rlhf.tiny import write_byte_tokenizer
+from lightning_rlhf.tiny import tiny_model, write_byte_tokenizer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:more than half of the responses were cut"),
@@ -238,3 +240,27 @@ def test_an_adapter_is_the_same_whatever_it_started_from() -> None:
         check_resumed("path", then, described(lora=lora | {"target_modules": ["a"]}), training=True)
     with pytest.raises(ValueError, match=r"was trained without LoRA: leave model\.lora out"):
         check_resumed("path", described(), then, training=True)
+
+
+class FrozenEmbedding(GRPOLightningModule):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.actor.model.get_input_embeddings().weight.requires_grad_(False)
+
+
+@pytest.mark.filterwarnings("ignore:.*was written with:UserWarning")
+@pytest.mark.parametrize("mistake", ["less is trained", "another width"])
+def test_what_only_the_tensors_show_ends_in_one_line(mistake: str, tmp_path: Path) -> None:
+    fit(GRPOLightningModule(**COMMON), tmp_path / "a", 1, callbacks=[IterationCheckpoint(tmp_path / "ck")])
+    kind, model, said = FrozenEmbedding, "random:tiny", r"trained 'actor\.model\.model\.embed_tokens\.weight'"
+    if mistake == "another width":
+        kind, model, said = (
+            GRPOLightningModule,
+            str(tmp_path / "model"),
+            r"does not fit this run \(Size mismatch .*gate_proj",
+        )
+        shutil.copytree(tiny_model(), model)
+        config = AutoConfig.from_pretrained(model, intermediate_size=96)
+        AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    with pytest.raises(ValueError, match=rf"{said}.*: resume with the model options it was written with$"):
+        fit(kind(**COMMON | {"model": model}), tmp_path / "b", 2, ckpt_path=str(tmp_path / "ck/iteration-000001.ckpt"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import fsspec
@@ -106,3 +108,26 @@ def test_names_of_the_hub_are_told_from_paths(tmp_path):
     assert not any(
         map(is_hub_id, ("random:tiny", "s3://bucket/model", "/models/qwen", "./qwen", "a/b/c", str(tmp_path)))
     )
+
+
+def test_models_of_the_hub_are_what_its_cache_holds(tmp_path):
+    """In a process of its own: the hub's client looks at its variables when it is imported."""
+    for name, weights in (("safe", "model.safetensors"), ("old", "pytorch_model.bin")):
+        folder = tmp_path / "hub" / f"models--me--{name}"
+        (folder / "snapshots/abc").mkdir(parents=True)
+        (folder / "refs").mkdir()
+        (folder / "refs/main").write_text("abc")
+        for file in ("config.json", weights):
+            (folder / "snapshots/abc" / file).write_text("{}")
+    asked = (
+        "print(local_path('me/safe'), local_path('me/old'), local_path('me/safe', weights=False)); local_path('me/no')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"from lightning_rlhf.paths import local_path; {asked}"],
+        env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    found = [Path(folder).relative_to(tmp_path / "hub").parts[0] for folder in done.stdout.split()]
+    assert found == ["models--me--safe", "models--me--old", "models--me--safe"]
+    assert "'me/no' is neither a local folder nor a model that can be downloaded (" in done.stderr.splitlines()[-1]
