@@ -180,9 +180,10 @@ class DistributedCheckpoints(ModelParallelStrategy):
             names = set(metadata[_STATES][i])
             own = state[f"optimizer_{i}"]
             if other := sorted(names - own["state"].keys()):
+                more = f" and {len(other) - 1} more" if len(other) > 1 else ""
                 raise ValueError(
-                    f"{path!r} was written by a run that trained {other[0]!r} and {len(other) - 1} more parameters that this"
-                    " one does not: resume with the model options it was written with"
+                    f"{path!r} was written by a run that trained {other[0]!r}{more}, which this one does not: resume with the"
+                    " model options it was written with"
                 )
             own["state"] = {name: entry for name, entry in own["state"].items() if name in names}
         try:

@@ -176,7 +176,8 @@ def _untrusted(path: str, part: str, name: str) -> UntrustedCheckpoint:
 
 
 def _damaged(path: str, part: str, error: Exception) -> DamagedCheckpoint:
-    what = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+    first = str(error).partition(". ")[0]  # torch goes on to recommend a load that runs what it finds
+    what = ": ".join([type(error).__name__, *first.splitlines()[:1]])
     return DamagedCheckpoint(
         f"{path!r} is damaged, its {part} cannot be read ({what}): take another checkpoint, or restore its files"
     )

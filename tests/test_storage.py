@@ -267,6 +267,15 @@ def test_what_was_cut_off_is_named_in_one_line(name, said, left, tmp_path):
         fit(3, ckpt_path=str(tmp_path / "ck/2.ckpt"))
 
 
+def test_a_damaged_shard_is_no_reason_to_load_it_unsafely(tmp_path):
+    fit(2, each(tmp_path / "ck"))
+    (file,) = (tmp_path / "ck/2.ckpt").glob("*.distcp")
+    file.write_bytes(bytes(reversed(file.read_bytes())))
+    with pytest.raises(restricted.DamagedCheckpoint, match="its shards cannot be read") as refused:
+        fit(3, ckpt_path=str(tmp_path / "ck/2.ckpt"))
+    assert "weights_only" not in str(refused.value)
+
+
 @pytest.mark.parametrize("within", ["checkpoints", "checkpoints/", ""])
 def test_a_folder_of_checkpoints_names_the_newest_one_to_take(within, tmp_path):
     saver = IterationCheckpoint(tmp_path / "checkpoints", "{step}", every_n_train_steps=1, save_top_k=-1)
