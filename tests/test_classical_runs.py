@@ -137,6 +137,15 @@ def test_the_config_runs_from_the_command_line_and_logs_what_is_documented(kind,
     assert own == {name for name in named if name.startswith(("train/", "val/"))}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_test_measures_what_a_validation_does(kind, tmp_path):
+    module, _ = train(kind, tmp_path, 1)
+    trainer, data = module.trainer, module.trainer.datamodule
+    (validated,), (tested,) = trainer.validate(module, data), trainer.test(module, data)
+    assert len(validated) > 1
+    assert tested == validated
+
+
 @pytest.mark.parametrize("lora", [None, LoRA(r=4)], ids=["full", "lora"])
 def test_an_exported_reward_model_scores_in_transformers_as_it_did_here(lora, tmp_path):
     module, rows = train("reward", tmp_path, 4, model={"lora": lora, "lr": 1e-2})  # validated after the last

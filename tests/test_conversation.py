@@ -117,6 +117,27 @@ def test_without_a_role_a_reply_follows_as_it_is(tokenizer):
     assert own.decode(done.token_ids) == "a=3;b"
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (
+            "{{ raise_exception('no role tool here') }}",
+            "tool is refused by the chat template: TemplateError: no role tool here",
+        ),
+        (
+            "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}",
+            "tool: the chat template does not write such a message: take another role",
+        ),
+    ],
+    ids=["refuses it", "leaves it out"],
+)
+def test_a_role_that_the_template_does_not_know_is_refused(template, said):
+    own = AutoTokenizer.from_pretrained(tiny_model())
+    own.chat_template = template
+    with pytest.raises(ValueError, match=rf"^rollout\.conversation\.role={said}"):
+        talk(own, Script(own, "a"), lambda turns: "r", role="tool")
+
+
 def test_a_long_reply_is_cut_and_the_template_around_it_is_not(tokenizer):
     (done,) = talk(tokenizer, Script(tokenizer, "a", "b"), lambda turns: "ä" * 99, max_turns=2, max_reply_length=40)
     assert done.spans[1] <= 40

@@ -171,7 +171,7 @@ def from_memory() -> list[dict[str, Any]]:
 def data_of(kind: str, *own: dict[str, Any], **options: Any) -> SFTDataModule | PreferenceDataModule:
     rows[:] = own
     module = SFTDataModule if kind == "sft" else PreferenceDataModule
-    return module("test_conversations.from_memory", tokenizer="random:tiny", batch_size=1, **options)
+    return module("test_conversations.from_memory", **{"tokenizer": "random:tiny", "batch_size": 1, **options})
 
 
 @pytest.mark.parametrize("message", BAD)
@@ -212,6 +212,15 @@ def test_long_sequences_are_dropped_or_refused_and_never_cut():
         ValueError, match=r"data\.batch_size=1 is more than the 0 training rows|must be smaller than the data"
     ):
         data_of("sft", *own, val_size=3).setup("fit")
+    with pytest.raises(ValueError, match=r"data\.batch_size=4 is more than the 3 training rows there are: lower it"):
+        data_of("sft", *own, batch_size=4).setup("fit")
+
+
+def test_rows_to_validate_on_come_from_one_place():
+    with pytest.raises(ValueError, match=r"data\.val_size holds out training rows: leave it out beside val_path"):
+        data_of("sft", {"text": "a"}, val_size=1, val_path="other.jsonl")
+    with pytest.raises(ValueError, match=r"data has no validation rows: set val_path, val_split or val_size"):
+        data_of("sft", {"text": "a"}).setup("validate")
 
 
 def test_files_of_all_kinds_hold_the_same_rows(tmp_path: Path):

@@ -336,6 +336,14 @@ def test_what_cannot_be_written_ends_in_one_line(made: Made, tmp_path: Path, cap
     if made.name in ("tied", "untied"):
         said = error(capfd, made.checkpoint, str(tmp_path / "out"), "--adapter")
         assert said.endswith("has no adapter, it was trained without LoRA: leave --adapter out")
+    roles = "actor and critic" if made.name in ("tied", "lora") else "actor"
+    said = error(capfd, made.checkpoint, str(tmp_path / "out"), "--role=reward_model")
+    assert said == f"--role: '{made.checkpoint}' has no reward_model, it has {roles}"
+    if "critic" in roles:
+        for option in ("adapter", "average"):
+            said = error(capfd, made.checkpoint, str(tmp_path / "out"), "--role=critic", f"--{option}")
+            assert said.startswith(f"--{option} is ")
+            assert said.endswith(f": leave --{option} out")
     said = error(capfd, made.checkpoint, str(tmp_path / "out"), "--model=/no/such")
     assert said.endswith("there is no folder '/no/such': say with --model where it is")
     assert "dtype" in error(capfd, made.checkpoint, str(tmp_path / "out"), "--dtype=int8")

@@ -41,10 +41,8 @@ from lightning_rlhf.types import Experience, derive_seed
 _TENSORS = frozenset({"log_probs", "old_log_probs", "advantages", "mask", "chosen"})
 """Arguments of a loss that are no options."""
 
-_RESERVED = frozenset(
-    {"grad_norm", "lr", "skipped_steps", "pg_loss", "positive_loss", "entropy", "kl", "kl_coef", "kl_loss"}
-    | {"kl_skipped_steps"}
-)
+_RESERVED = {"grad_norm", "lr", "skipped_steps", "pg_loss", "positive_loss", "entropy"}
+_RESERVED |= {"kl", "kl_coef", "kl_loss", "kl_skipped_steps"}
 """Metrics of the actor that a loss must not give, too: they would be mixed."""
 
 
