@@ -27,7 +27,7 @@ from lightning_rlhf.modules.validation import ValidationMetrics
 from lightning_rlhf.options import optional_options
 from lightning_rlhf.rewards import RewardError
 from lightning_rlhf.scoring import GIVEN, NO_REWARD, Scorer, answers_of, check_free
-from lightning_rlhf.types import Rollout, Scores
+from lightning_rlhf.types import Completion, Rollout, Scores
 from lightning_rlhf.ulysses import longest_sequence
 
 RewardFunction = Callable[..., Any]
@@ -167,7 +167,7 @@ class ScoredModule(TrainedModule):
             if self.strategy.sp_rank == 0:
                 value = self.score(rollout)
                 made = value if isinstance(value, Scores) else Scores(_as_rewards(value, len(rollout)))
-                _check_scores(made, len(rollout))
+                _check_scores(made, rollout.completions)
                 result = _detached(made)
         except Exception as error:
             failure = error
@@ -247,20 +247,32 @@ def _as_rewards(value: Any, responses: int) -> Tensor:
         ) from error
 
 
-def _check_scores(scores: Scores, responses: int) -> None:
+def _check_scores(scores: Scores, completions: Sequence[Completion]) -> None:
     """Raise ValueError unless they are tensors with one row per response, with metrics under names of their own."""
     for name in scores.metrics:
         try:
             check_free(name)
         except RewardError as error:
             raise ValueError(f"score(): Scores.metrics {error}") from None
-    optional = {"failed": scores.failed, "tokens": scores.tokens}
-    given = {"total": scores.total} | {f"parts[{name!r}]": part for name, part in scores.parts.items()}
-    for name, value in (given | {name: one for name, one in optional.items() if one is not None}).items():
-        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        if not isinstance(value, Tensor) or value.ndim != 1 + (name == "tokens") or len(value) != responses:
-            what = "one reward per response" if name == "total" else f"Scores.{name} with one row per response"
-            raise ValueError(f"score() must return {what}: ({responses},{' …' * (name == 'tokens')}), got {shape}")
+    rows = len(completions)
+    given = {"one reward per response": scores.total}
+    given |= {f"Scores.parts[{name!r}] with one row per response": part for name, part in scores.parts.items()}
+    if scores.failed is not None:
+        given["Scores.failed with one row per response"] = scores.failed
+    for what, value in given.items():
+        if (shape := _shape(value)) != (rows,):
+            raise ValueError(f"score() must return {what}: ({rows},), got {shape}")
+    if scores.tokens is not None:
+        longest = max((len(c.token_ids) for c in completions), default=0)
+        shape = _shape(scores.tokens)
+        if not isinstance(shape, tuple) or len(shape) != 2 or shape[0] != rows or shape[1] < longest:
+            raise ValueError(
+                f"score() must return Scores.tokens with a reward for each token: ({rows}, {longest}), got {shape}"
+            )
+
+
+def _shape(value: Any) -> tuple[int, ...] | str:
+    return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
 
 
 def _detached(scores: Scores) -> Scores:
