@@ -267,7 +267,12 @@ def fit(
 
 
 @pytest.mark.filterwarnings("ignore:more than half of the responses were cut")
-def test_every_group_teaches_no_prompt_is_skipped_and_a_resumed_run_is_the_same(tmp_path):
+@pytest.mark.parametrize("one_number", [False, True], ids=["as it is", "as earlier versions wrote it"])
+def test_every_group_teaches_no_prompt_is_skipped_and_a_resumed_run_is_the_same(one_number, tmp_path, monkeypatch):
+    if one_number:
+        write = RolloutCallback.state_dict
+        older = lambda self: write(self) | {"further_rounds": max(self._further_rounds.values())}  # noqa: E731
+        monkeypatch.setattr(RolloutCallback, "state_dict", older)
     whole, weights = fit(4, Save(tmp_path / "ck.ckpt", 2))
     assert len(whole.scored) >= 7, "rounds beyond one per iteration, and beyond the epoch's five batches"
     assert whole.shares == [0.0] * 4
