@@ -293,7 +293,14 @@ def test_a_failure_beside_the_update_of_one_rank_is_raised_on_both_when_the_chec
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".ckpt"] == ["iteration-000002.ckpt"]
 
 
-def test_a_failing_update_waits_for_the_engine_before_it_closes_it_and_says_so(tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("error", "ends", "said"),
+    [
+        (ZeroDivisionError("of the update"), ZeroDivisionError, "ZeroDivisionError: of the update;"),
+        (KeyboardInterrupt(), SystemExit, "KeyboardInterrupt;"),
+    ],
+)
+def test_a_failing_update_waits_for_the_engine_before_it_closes_it_and_says_so(error, ends, said, tmp_path, caplog):
     running, seen = threading.Event(), []
 
     class Slow(Watched):
@@ -311,16 +318,14 @@ def test_a_failing_update_waits_for_the_engine_before_it_closes_it_and_says_so(t
         def update(self, experience):
             assert running.wait(60)
             threading.Timer(0.2, released.set).start()
-            raise ZeroDivisionError("of the update")
+            raise error
 
     released = threading.Event()
     model = Fails(**TINY_MODULE, reward=[even_tokens], correction=Correction())
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ends):
         run(tmp_path, engine=Slow(), model=model)
     assert seen[0] == 2
-    assert (
-        "ZeroDivisionError: of the update; the engine is closed once the generation under way has ended" in caplog.text
-    )
+    assert f"{said} the engine is closed once the generation under way has ended" in caplog.text
 
 
 def test_ctrl_c_while_a_run_waits_for_its_responses_closes_the_engine_when_these_are_there(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from statistics import mean
+from traceback import format_exception_only
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
@@ -168,11 +169,8 @@ class RolloutCallback(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._ahead.generates:  # that takes its time, or hangs, and nobody else has told of the exception yet
-            log.warning(
-                "%s: %s; the engine is closed once the generation under way has ended",
-                type(exception).__name__,
-                exception,
-            )
+            what = format_exception_only(exception)[-1].strip()
+            log.warning("%s; the engine is closed once the generation under way has ended", what)
         self.engine.interrupt()
         self._ahead.wait()
         self.close()
