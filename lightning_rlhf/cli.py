@@ -172,7 +172,7 @@ class RLHFCLI(LightningCLI):
             save_config_callback=_SavedConfig,
             save_config_kwargs={"overwrite": True},
             parser_class=RLHFParser,
-            parser_kwargs={"allow_abbrev": False},
+            parser_kwargs={"allow_abbrev": False, "description": "RLHF and RLVR for Hugging Face language models."},
             args=None if args is None else list(args),
         )
 

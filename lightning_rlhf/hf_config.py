@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from lightning_rlhf.images import auto_class, is_vision_language
+from lightning_rlhf.options import closest
 
 HeadKind = Literal["tokens", "score", "values"]
 """What a model gives: log-probs of tokens, one score of a sequence, or a value at each token."""
@@ -53,9 +53,7 @@ def override(config: Any, changes: Mapping[str, Any], key: str = "model.config_o
     for name, value in changes.items():
         if not hasattr(config, name):
             known = [n for n in config.to_dict() if isinstance(n, str)]
-            close = difflib.get_close_matches(name, known, 1, 0.6)
-            suggestion = f", did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"{key}: {name!r} is no option of a {type(config).__name__}{suggestion}")
+            raise ValueError(f"{key}: {name!r} is no option of a {type(config).__name__}{closest(name, known)}")
         old = getattr(config, name)
         if isinstance(old, PreTrainedConfig) and isinstance(value, Mapping):
             override(old, value, f"{key}.{name}")

@@ -74,9 +74,13 @@ def optional_options(kind: type[T], given: Any, key: str) -> T | None:
 
 def suggestion(name: str, known: Collection[str]) -> str:
     """What is meant by an unknown name, as the end of a sentence; nothing if no other looks like it."""
-    if name in ELSEWHERE:
-        return f", did you mean {ELSEWHERE[name]!r}?"
-    close = difflib.get_close_matches(name, known, 1, 0.6)
+    return f", did you mean {ELSEWHERE[name]!r}?" if name in ELSEWHERE else closest(name, known)
+
+
+def closest(name: str, known: Collection[str]) -> str:
+    """`suggestion` from ``known`` alone: the shortest that begins with the name, or else the one that looks most like it."""
+    begun = sorted((other for other in sorted(known) if name and other.startswith(name)), key=len)
+    close = begun or difflib.get_close_matches(name, known, 1, 0.6)
     return f", did you mean {close[0]!r}?" if close else ""
 
 

@@ -115,6 +115,7 @@ MISTAKES = {
     "--data.batch_size=1000000": "data.batch_size=1000000 is more than the",
     "--data.max_prompt_length=3": "data.max_prompt_length",
     "--trainer.max_step=3": "did you mean 'max_steps'?",
+    "--data.batch=8": "data: Option 'batch' is not accepted, did you mean 'batch_size'?",
     "--trainer.precision=99": "trainer.precision: must be one of [64, 32, 16] or ['transformer-engine'",
     "--trainer.precision=16-mixed": "trainer.precision must be one of 32-true, bf16-mixed, bf16-true, got '16-mixed'",
     "--trainer.devices=0": "devices",

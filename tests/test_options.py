@@ -75,7 +75,7 @@ def test_what_a_module_cannot_be_given_is_one_line(options: dict, said: str) -> 
     ("options", "said"),
     [
         ({"sampling": 4}, "rollout.sampling must be a lightning_rlhf.Sampling or a dict of its options, got 4"),
-        ({"sampling": {"n": 4}}, "rollout.sampling has no option 'n'; it has num_generations, temperature"),
+        ({"sampling": {"n": 4}}, "rollout.sampling has no option 'n', did you mean 'num_generations'?; it has num_generations, "),
         (
             {"val_sampling": {"temperatur": 1}},
             "rollout.val_sampling has no option 'temperatur', did you mean 'temperature'?",
