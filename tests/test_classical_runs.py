@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import pytest
 import torch
 from classical import KINDS, demonstrations, head_of, learned, pairs, train
 from test_classical import folder_of
+from torch.utils.flop_counter import FlopCounterMode
 from toys import command, quiet_trainer, spawn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, GraniteConfig
 
 from lightning_rlhf import LoRA, PreferenceDataModule, PromptDataModule, SFTDataModule
 from lightning_rlhf.cli import main
 from lightning_rlhf.export import export_checkpoint
+from lightning_rlhf.flops import update_flops
 from lightning_rlhf.tiny import write_byte_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")
@@ -72,6 +75,37 @@ def test_each_learns_and_so_does_its_adapter(kind, tmp_path):
         assert first["train/loss"] == pytest.approx(
             math.log(2), abs=1e-6
         )  # the reference is the policy without its adapter
+
+
+@pytest.mark.parametrize(
+    "model", [{}, {"lora": LoRA(r=4)}, {"gradient_checkpointing": "full"}], ids=["full", "lora", "recomputed"]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_worth_the_flops_that_torch_counts(kind, model, tmp_path, monkeypatch):
+    """Torch counts no attention on the CPU, and the head at fewer tokens than the formula: where something is read off it."""
+    counter, examples = FlopCounterMode(display=False), []
+
+    class Counted(KINDS[kind][0]):
+        def training_step(self, batch, batch_idx):
+            examples.append(batch["examples"])
+            embedding = self.root.model.get_input_embeddings()
+            embedding.register_forward_hook(lambda *args: args[-1].requires_grad_())  # with LoRA, as in a deep model
+            with counter:
+                super().training_step(batch, batch_idx)
+
+    monkeypatch.setitem(KINDS, kind, (Counted, *KINDS[kind][1:]))
+    module, _ = train(kind, tmp_path, 1, model=model, data={"val_size": 0})
+    tokens, text = sum(map(len, examples[0].sequences)), module.settings.config.get_text_config()
+    value_head, hidden = kind == "reward", text.hidden_size
+    head, read = (hidden, 2 * 9) if value_head else (hidden * text.vocab_size, examples[0].tokens)
+    each = {"sft": 6, "reward": 6, "dpo": 8}[kind] - (2 if "lora" in model and not value_head else 0)
+    linear = update_flops([one._replace(dims=replace(one.dims, heads=0)) for one in module.flops], module.lengths)
+    made = linear - each * head * (tokens - read)
+    made += 0 if value_head else 2 * head * read  # logits are made again in backward, which does not count
+    if "gradient_checkpointing" in model:  # nor do layers, all but their last product
+        layers = module.flops[0].dims.matmul_parameters - head
+        made += 2 * tokens * (layers - text.num_hidden_layers * hidden * text.intermediate_size)
+    assert counter.get_total_flops() == made
 
 
 def export(folder: Path, module: Any) -> str:

@@ -58,7 +58,8 @@ class DPOLightningModule(SupervisedLightningModule):
 
     @cached_property
     def flops(self) -> list[Passes]:
-        return passes_of(self.actor, None, 2, 1)  # forward once more for the reference
+        reference = passes_of(self.actor, None, 1, 0, adapted=False)
+        return passes_of(self.actor, None, 1, 1) + reference
 
     @torch.no_grad()
     def prepare(self, batches: list[MicroBatch]) -> list[Float[Tensor, "b T"]]:

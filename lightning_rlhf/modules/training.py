@@ -290,18 +290,21 @@ class TrainedModule(ModelRoles):
         self.on_validation_epoch_end()
 
 
-def passes_of(root: Policy | Critic, outputs: int | None, forward: float, backward: float) -> list[Passes]:
+def passes_of(
+    root: Policy | Critic, outputs: int | None, forward: float, backward: float, *, adapted: bool = True
+) -> list[Passes]:
     """What the update is worth of one role; empty for a model whose FLOPs are not known.
 
     Args:
         outputs: of the head, if it is not the vocabulary.
         forward: times that a sequence goes through it.
         backward: likewise.
+        adapted: with its adapter, if it has one.
     """
     try:
         dims = dims_of(root.model.config, outputs)
     except ValueError:
         return []
-    if root.adapter is not None:
+    if adapted and root.adapter is not None:
         dims = frozen(dims, *trained_matrices(root))
     return [Passes(dims, forward, backward)]
