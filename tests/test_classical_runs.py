@@ -108,6 +108,14 @@ def test_a_step_is_worth_the_flops_that_torch_counts(kind, model, tmp_path, monk
     assert counter.get_total_flops() == made
 
 
+def test_tokens_that_a_reward_model_does_not_read_are_not_counted(tmp_path):
+    """An EOS that doubles as padding, behind each answer."""
+    module, _ = train("reward", tmp_path, 1, model={"config_overrides": {"pad_token_id": 1}}, data={"shuffle": False})
+    texts = [row["prompt"] + row[side] for row in pairs()[:9] for side in ("chosen", "rejected")]
+    assert module.lengths == [len(module.tokenizer.encode(text)) for text in texts]
+    assert module.packing["real_tokens"] == module.packing["padded_tokens"]  # on one rank
+
+
 def export(folder: Path, module: Any) -> str:
     """What the module trained, in float32."""
     path = folder / "state.ckpt"

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 
 from lightning_rlhf.flops import Passes
 from lightning_rlhf.hf_config import padding_of
-from lightning_rlhf.modules.batching import MicroBatch, example_batches
+from lightning_rlhf.modules.batching import MicroBatch
 from lightning_rlhf.modules.critic import Critic, build_critic
 from lightning_rlhf.modules.metrics import Metrics
 from lightning_rlhf.modules.numbers import NonNegativeFloat
@@ -82,10 +82,9 @@ class RewardModelLightningModule(SupervisedLightningModule):
     def flops(self) -> list[Passes]:
         return passes_of(self.reward_model, 1, 1, 1)
 
-    def batches(self, examples: Examples) -> tuple[list[MicroBatch], int]:
+    def read(self, examples: Examples) -> Examples:
         padding = padding_of(self.settings.config, self.tokenizer)
-        read = replace(examples, sequences=[scored_part(one, padding) for one in examples.sequences])
-        return example_batches(read, self.split, ends_only=True)
+        return replace(examples, sequences=[scored_part(one, padding) for one in examples.sequences])
 
     def loss(
         self, examples: Examples, batch: MicroBatch, prepared: Any, metrics: Metrics, measured: bool

@@ -82,16 +82,20 @@ class SupervisedLightningModule(TrainedModule):
             measured: add metrics that cost time, too.
         """
 
+    def read(self, examples: Examples) -> Examples:
+        """What the model sees of a batch."""
+        return examples
+
     def batches(self, examples: Examples) -> tuple[list[MicroBatch], int]:
         """This rank's micro-batches, and the tokens that all ranks spend time on; see `example_batches`."""
-        return example_batches(examples, self.split)
+        return example_batches(examples, self.split, ends_only=self.ends_only)
 
     def prepare(self, batches: list[MicroBatch]) -> list[Any]:
         """What the loss of each micro-batch needs and has no gradient."""
         return [None] * len(batches)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        examples: Examples = batch["examples"]
+        examples = self.read(batch["examples"])
         metrics = Metrics(self.device)
         with self.phases("update"):
             batches, spent = self.batches(examples)
@@ -115,7 +119,7 @@ class SupervisedLightningModule(TrainedModule):
 
     @torch.no_grad()
     def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
-        examples: Examples = batch["examples"]
+        examples = self.read(batch["examples"])
         assert self._validation is not None
         batches, _ = self.batches(examples)
         for micro, prepared in zip(batches, self.prepare(batches), strict=True):
