@@ -237,7 +237,7 @@ class FSDPUlyssesStrategy(DistributedCheckpoints):
         return box[0]
 
     def shard_sequence(self, x: Tensor) -> Tensor:
-        """This rank's piece of a packed stream."""
+        """This rank's piece of a packed stream, whose length is a multiple of ``sequence_parallel_size``."""
         return shard_sequence(x, self.sp_group)
 
     def gather_sequence(self, x: Tensor) -> Tensor:

@@ -103,8 +103,14 @@ def gather_sequence(x: Float[Tensor, "S_P *rest"], group: dist.ProcessGroup | No
 
 
 def shard_sequence(x: Float[Tensor, "S *rest"], group: dist.ProcessGroup | None) -> Float[Tensor, "S_P *rest"]:
-    """This rank's contiguous piece; S must be a multiple of the group's size."""
+    """This rank's contiguous piece.
+
+    Raises:
+        ValueError: S is no multiple of the group's size.
+    """
     size = group_size(group)
+    if len(x) % size:
+        raise ValueError(f"a stream of {len(x)} tokens cannot be shared by {size} ranks: pad it to a multiple")
     return x if size == 1 else x.chunk(size)[dist.get_rank(group)]
 
 

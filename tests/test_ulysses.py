@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from test_policy import strategy_of
 from toys import spawn
 from transformers import AutoModelForCausalLM, FalconConfig, LlamaConfig, Qwen2Config
 
@@ -63,6 +64,34 @@ def test_attention_over_a_shared_sequence_equals_attention_on_one_rank(heads, kv
         torch.testing.assert_close(full, out[0].detach())
     for i, t in enumerate((q, k, v), start=1):
         torch.testing.assert_close(torch.cat([r[i] for r in results], dim=2), t.grad)
+
+
+def through_the_strategy(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[str]]:
+    """This rank's piece, the whole stream, its gradient, and what is said of streams that do not divide."""
+    strategy = strategy_of(2, sequence_parallel_size=2)
+    x = torch.arange(18.0).view(6, 3).requires_grad_()
+    piece = strategy.shard_sequence(x)
+    whole = strategy.gather_sequence(2 * piece)
+    (whole * torch.arange(18.0).view(6, 3)).sum().backward()
+    said = []
+    for length in (5, 1):
+        try:
+            strategy.shard_sequence(torch.ones(length, 3))
+        except ValueError as error:
+            said.append(str(error))
+    return piece.detach(), whole.detach(), x.grad, said
+
+
+def test_the_strategy_cuts_a_stream_and_puts_it_together_again():
+    """Each rank's gradient is that of its own piece, together they are that of the loss."""
+    stream = torch.arange(18.0).view(6, 3)
+    (first, whole, grad, said), (second, other, rest, also) = spawn(through_the_strategy, 2)
+    torch.testing.assert_close(torch.cat([first, second]), stream)
+    torch.testing.assert_close((whole, other), (2 * stream, 2 * stream))
+    assert grad[3:].count_nonzero() == rest[:3].count_nonzero() == 0
+    torch.testing.assert_close(grad + rest, 2 * stream)
+    message = "a stream of {} tokens cannot be shared by 2 ranks: pad it to a multiple"
+    assert said == also == [message.format(5), message.format(1)]
 
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
