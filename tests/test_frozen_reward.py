@@ -78,7 +78,7 @@ def own_scores(
     """Of the responses that this data rank has, 0 elsewhere."""
     strategy, model = strategy_of(ranks, precision=precision, **sizes), FrozenRewardModel(folder)
     mine = [i for i in range(3) if i % strategy.dp_size == strategy.dp_rank]
-    ids = model.token_ids([PROMPTS[i] for i in mine], [TEXTS[i] for i in mine])
+    ids = model.token_ids([PROMPTS[i] for i in mine], [TEXTS[i] for i in mine], mine)
     places = strategy.dp_size, strategy.dp_rank, strategy.sequence_parallel_size, strategy.sp_rank
     root = build_reward_model(model.settings(ModelSettings("random:tiny")), strategy)
     scores = scores_of_all(root, ids, strategy, Split(*places, tokens, float, strategy.root_device), 64)
@@ -210,16 +210,38 @@ def test_offloaded_shards_give_the_same_scores(tmp_path):
         strategy, model = strategy_of(1), FrozenRewardModel(folder)
         root = build_reward_model(model.settings(ModelSettings("random:tiny", offload_reference=offload)), strategy)
         split = Split(1, 0, 1, 0, 4096, float, strategy.root_device)
-        found.append(scores_of_all(root, model.token_ids(PROMPTS, TEXTS), strategy, split, 64))
+        found.append(scores_of_all(root, model.token_ids(PROMPTS, TEXTS, range(3)), strategy, split, 64))
     assert found[0].tolist() == found[1].tolist()
 
 
 def test_a_prompt_that_goes_on_in_the_response_is_one_turn_of_its_template(tmp_path):
     model = FrozenRewardModel(reward_model(tmp_path), chat_template=True)
     asked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "be"}]
-    ids = model.token_ids([asked, "text"], ["gun", "yes"])
+    ids = model.token_ids([asked, "text"], ["gun", "yes"], range(2))
     texts = [model.encoder.tokenizer.decode(one) for one in ids]
     assert texts == ["[user]q</s>[assistant]begun</s>", "[user]text</s>[assistant]yes</s>"]
+
+
+def asked_in_vain() -> list[dict[str, Any]]:
+    """Of which the sixth has a system message."""
+    rows = [[{"role": "user", "content": f"{i}+{i}"}] for i in range(16)]
+    rows[5].insert(0, {"role": "system", "content": "b"})
+    return [{"prompt": row} for row in rows]
+
+
+def test_a_prompt_that_its_template_refuses_is_named_by_its_row(tmp_path, monkeypatch):
+    """The policy's own template takes it; several responses to each prompt."""
+    folder = reward_model(tmp_path / "rm")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
+    )
+    tokenizer.save_pretrained(folder)
+    module = GRPOLightningModule(**TINY_MODULE, reward_model=FrozenRewardModel(folder))
+    monkeypatch.setattr("toys.prompts", asked_in_vain)
+    message = r"^model\.reward_model: the prompt of row 5 is refused by the chat template: no system role$"
+    with pytest.raises(ValueError, match=message):
+        fit(module, tmp_path / "run", 1, num_generations=2)
 
 
 @pytest.mark.parametrize(

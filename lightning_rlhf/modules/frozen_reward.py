@@ -72,16 +72,21 @@ class FrozenRewardModel:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=self.trust_remote_code)
         return PromptEncoder(tokenizer, self.chat_template)
 
-    def token_ids(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Tensor]:
+    def token_ids(self, prompts: Sequence[Prompt], texts: Sequence[str], rows: Sequence[int]) -> list[Tensor]:
         """Of each prompt with its response.
+
+        Args:
+            rows: of the prompts, as errors name them.
 
         Raises:
             ValueError: a prompt that its chat template refuses.
         """
-        try:
-            pieces = [[Piece(whole(*pair, self.encoder), True)] for pair in zip(prompts, texts, strict=True)]
-        except ValueError as error:
-            raise ValueError(f"model.reward_model: a prompt {error}") from error
+        pieces = []
+        for prompt, text, row in zip(prompts, texts, rows, strict=True):
+            try:
+                pieces.append([Piece(whole(prompt, text, self.encoder), True)])
+            except ValueError as error:
+                raise ValueError(f"model.reward_model: the prompt of row {row} {error}") from error
         return [torch.tensor(row.ids, dtype=torch.long) for row in tokenise(pieces, self.encoder)]
 
 

@@ -191,7 +191,9 @@ class ScoredModule(TrainedModule):
         failure = None
         try:
             n = rollout.sampling.num_generations
-            sequences = model.token_ids([p for p in rollout.prompts.raw for _ in range(n)], self.decode(rollout))
+            prompts = [p for p in rollout.prompts.raw for _ in range(n)]
+            rows = rollout.prompts.index.repeat_interleave(n).tolist()
+            sequences = model.token_ids(prompts, self.decode(rollout), rows)
         except ValueError as error:
             failure = str(error)
         for message in self.strategy.all_gather_objects_dp(failure):  # on all ranks: the others would wait
