@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,7 @@ from lightning_rlhf.plan.known import _BY_NAME, known_config
 from lightning_rlhf.plan.probe import SavedBytes, attention
 from lightning_rlhf.plan.run import Run, optimizer_bytes
 from lightning_rlhf.plan.shape import shape_of
+from lightning_rlhf.plan.table import full, show
 from lightning_rlhf.rollout import TransformersEngine, VLLMEngine
 from lightning_rlhf.rollout.cache import ROOM
 from lightning_rlhf.rollout.vllm import WORKING
@@ -779,6 +781,15 @@ def test_a_switch_saves_the_bytes_that_it_should(name):
             assert plain[phase, "total"] > switched[phase, "total"], phase
 
 
+def test_activations_of_one_layer_stay_where_they_are():
+    def held(**options: Any) -> tuple[int, int]:
+        config = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+        plan = plan_of(_ppo(config_overrides=config, **options), RolloutCallback(engine=VLLMEngine()))
+        return plan.phases[-1].parts["activations"], plan.host["activations"]
+
+    assert held(offload_activations=True) == held()
+
+
 def test_a_reward_model_stays_on_the_gpu_in_rollouts():
     """Validation asks it while the engine is awake, and so do the rounds of filter_groups."""
     callback = RolloutCallback(engine=VLLMEngine(), offload_parameters=True)
@@ -878,6 +889,42 @@ def test_a_trained_tower_has_state_and_activations(tmp_path):
     kept = shape_of(ModelSettings(folder).config, torch.bfloat16, freeze_vision=False).tower_bytes
     # two sequences of 100 + 400 tokens, each prompt nothing but a picture
     assert trained["activations"] - frozen["activations"] == pytest.approx(200 * kept, rel=1e-3)
+
+
+def shown(plan: Any, capsys: Any) -> dict[str, str]:
+    """The rows of the table, by their names."""
+    show(full(plan))
+    rows = (re.split(r"  +", line.strip(), maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    return {row[0]: row[1] for row in rows if len(row) > 1}
+
+
+def test_the_table_has_a_trained_tower_and_no_frozen_one(tmp_path, capsys):
+    folder = write_vlm(tmp_path, "qwen2_5_vl")
+    kept = shape_of(ModelSettings(folder).config, torch.bfloat16, freeze_vision=False).tower_bytes
+    one = {"strategy": FSDPUlyssesStrategy(), "world_size": SHARDS, "num_nodes": 1, "micro_batch_tokens": 1000}
+    frozen, trained = (
+        shown(plan_of(GRPOLightningModule(folder, freeze_vision=f, mini_batches=2), RolloutCallback(), **one), capsys)
+        for f in (True, False)
+    )
+    assert "vision tower" not in frozen
+    assert trained["vision tower"] == f"{kept:,.0f} bytes per image token, at most 200 in a micro-batch"
+
+
+@pytest.mark.parametrize(
+    ("engine", "sizes", "unit"), [(VLLMEngine(), {"vocab_size": 2**22}, "GiB"), (TransformersEngine(), {}, "MiB")]
+)
+def test_the_table_has_what_the_gpus_of_a_node_park_on_their_host(engine, sizes, unit, capsys):
+    """Two of four, which share 8 bytes a parameter of moments and a bfloat16 reference; each has the weights of an engine."""
+    module = _ppo(config_overrides=DEEPER | sizes, offload_reference=True, critic_lr=1e-5)
+    rollout = RolloutCallback(engine=engine, sleep_level=1, offload_optimizer=True)
+    run = {"strategy": FSDPUlyssesStrategy(), "world_size": 4, "num_nodes": 2}
+    plan = plan_of(module, rollout, device_type="cuda" if unit == "GiB" else "cpu", **run)
+    actor, trained = plan.roles[0].shape.parameters, plan.trained
+    in_bytes = {"optimizer": 8 * trained / 2, "reference": 2 * actor / 2, "engine weights": 2 * 2 * actor}
+    size = {"GiB": 2**30, "MiB": 2**20}[unit]
+    expected = ", ".join(f"{name} {held / size:.1f}" for name, held in in_bytes.items())
+    assert " 0.0" not in expected
+    assert shown(plan, capsys)[f"{unit} per host"] == expected
 
 
 def test_image_tokens_of_a_micro_batch():

@@ -204,7 +204,7 @@ def _transients(run: Run, role: Role, options: Options, *, backward: bool) -> di
         plain -= again
     attention = again * shape.attention_bytes if options.recomputed == "selective" else 0  # stays on the device
     movable = plain * layer_bytes + again * input_bytes
-    held = 2 * movable / max(1, shape.layers) if options.offload_activations else movable
+    held = movable * 2 / max(2, shape.layers) if options.offload_activations else movable
     kept = shape.saved_bytes - shape.layers * shape.layer_bytes + attention + held
     seen = run.image_tokens(run.mini_batches) if shape.tower_bytes else 0
     kept_rows = rows * (input_bytes + 20)  # what the head saves: inputs, labels, three floats

@@ -94,7 +94,8 @@ def _details(plan: Plan) -> dict[str, str]:
         details["vision tower"] = f"{policy.tower_bytes:,.0f} bytes per image token, at most {seen:,} in a micro-batch"
     parked = {name: size for name, size in plan.host.items() if size}
     if parked:
-        details["GiB per host"] = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parked.items())
+        title, unit = _memory(plan)
+        details[f"{title[:3]} per host"] = ", ".join(f"{name} {size / unit:.1f}" for name, size in parked.items())
     return details
 
 
