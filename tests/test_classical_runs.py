@@ -185,7 +185,7 @@ def test_a_test_measures_what_a_validation_does(kind, tmp_path):
     trainer, data = module.trainer, module.trainer.datamodule
     (validated,), (tested,) = trainer.validate(module, data), trainer.test(module, data)
     assert len(validated) > 1
-    assert tested == validated
+    assert tested == {f"test/{name.removeprefix('val/')}" if "/" in name else name: v for name, v in validated.items()}
 
 
 @pytest.mark.parametrize("lora", [None, LoRA(r=4)], ids=["full", "lora"])

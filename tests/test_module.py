@@ -599,7 +599,8 @@ def test_samples_are_labelled_with_the_iteration_of_the_weights(tmp_path):
     first = trainer("first", 2, IterationCheckpoint(dirpath=str(tmp_path / "ck")))
     module = GRPOLightningModule(**COMMON)
     first.fit(module, datamodule=data())
-    first.test(module, datamodule=data(), verbose=False)
+    (found,) = first.test(module, datamodule=data(), verbose=False)
+    assert {"/".join(name.split("/")[:2]) for name in found} == {"test/heldout", "step"}
     assert samples("first") == ["test_000002"]
     (checkpoint,) = (tmp_path / "ck").glob("*.ckpt")
     for verb, kind in (("validate", "validation"), ("test", "test")):

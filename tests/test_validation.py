@@ -46,7 +46,7 @@ VOTES = [answer for of_prompt in ANSWERS for answer in of_prompt]
 def report(index: list[int], totals: Any, n: int, answers: Any = (), **parts: Any) -> dict[str, float]:
     metrics = ValidationMetrics("sums", 1.0)
     metrics.update(torch.tensor(index), Scores(torch.as_tensor(totals).flatten(), parts), n, answers)
-    return {name.removeprefix("val/sums/"): value for name, value in metrics.compute().items()}
+    return {name.removeprefix("sums/"): value for name, value in metrics.compute().items()}
 
 
 def test_a_function_called_reward_has_a_metric_beside_the_whole_rewards():
@@ -106,9 +106,9 @@ def test_one_function_may_say_what_is_solved_whatever_shapes_the_reward() -> Non
         metrics = ValidationMetrics("sums", 1.0, name)
         metrics.update(torch.tensor([0, 1]), scores, 2, list("aabc"))
         found[name] = metrics.compute()
-    assert [found[name]["val/sums/mean@2"] for name in found] == [0.25, 0.5]
-    assert [found[name]["val/sums/maj@2"] for name in found] == [pytest.approx(0.25, abs=0.02), 0.5]
-    assert found[None]["val/sums/reward"] == found["right"]["val/sums/reward"] == 0.375
+    assert [found[name]["sums/mean@2"] for name in found] == [0.25, 0.5]
+    assert [found[name]["sums/maj@2"] for name in found] == [pytest.approx(0.25, abs=0.02), 0.5]
+    assert found[None]["sums/reward"] == found["right"]["sums/reward"] == 0.375
 
 
 def test_a_lonely_failure_leaves_the_other_prompts_as_they_are() -> None:
@@ -174,7 +174,7 @@ def test_every_prompt_counts_once_over_uneven_empty_and_repeating_ranks() -> Non
     totals = totals_of(everything)
     expected = report(everything, totals, 4, answers_to(everything), twice=2 * totals)
     for result in spawn(shared, 2):
-        assert result == {f"val/sums/{name}": pytest.approx(value, abs=1e-6) for name, value in expected.items()}
+        assert result == {f"sums/{name}": pytest.approx(value, abs=1e-6) for name, value in expected.items()}
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ class SupervisedLightningModule(TrainedModule):
     def on_validation_epoch_end(self) -> None:
         assert self._validation is not None
         found = self.validated(self._validation.reduce(self.strategy.all_reduce_dp))
-        self.log_validated({f"val/{self.validation_set(0)}/{name}": value for name, value in found.items()})
+        self.log_validated({f"{self.validation_set(0)}/{name}": value for name, value in found.items()})
 
     def validated(self, reduced: dict[str, float]) -> dict[str, float]:
         """The metrics of a validation, from their means over all of it."""

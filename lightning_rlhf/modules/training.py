@@ -275,10 +275,16 @@ class TrainedModule(ModelRoles):
         return names[dataloader_idx] if dataloader_idx < len(names) else f"heldout_{dataloader_idx}"
 
     def log_validated(self, found: Mapping[str, Any]) -> None:
-        """Log a validation's metrics, equal on every rank; outside of training with the iteration that the weights are of."""
+        """Log a validation's metrics in ``val/…``, a test's in ``test/…``; outside of training with the iteration of the weights.
+
+        Args:
+            found: by ``<set>/<metric>``, equal on every rank.
+        """
+        loop = "test" if self.trainer.testing else "val"
+        named = {f"{loop}/{name}": value for name, value in found.items()}
         fitting = self.trainer.state.fn == TrainerFn.FITTING
         step = {} if fitting else {"step": float(self.iteration)}  # Lightning knows no other than 0
-        self.log_dict({**found, **step}, sync_dist=False, batch_size=1)
+        self.log_dict(named | step, sync_dist=False, batch_size=1)
 
     def on_test_epoch_start(self) -> None:
         self.on_validation_epoch_start()

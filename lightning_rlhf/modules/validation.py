@@ -1,4 +1,4 @@
-"""What a validation loop reports of n responses to each prompt, in ``val/<set>/…``.
+"""What a validation loop reports of n responses to each prompt, in ``val/<set>/…``, a test in ``test/<set>/…``.
 
     reward, <function>   mean over the responses that have one
     std@n                deviation of the rewards of one prompt's responses (ddof 0)
@@ -104,11 +104,11 @@ class ValidationMetrics(Metric):
         self.rows.append(torch.stack([_sum_and_count(column) for column in columns.values()], 1).to(self.device))
 
     def compute(self) -> dict[str, float]:
-        """``val/<name>/<metric>`` over all ranks; NaN where no response has any."""
+        """``<name>/<metric>`` over all ranks; NaN where no response has any."""
         once = {prompt: row for row, prompt in enumerate(dim_zero_cat(self.index).tolist())}
         totals = dim_zero_cat(self.rows).cpu().double()[list(once.values())].sum(0).tolist()
         pairs = zip(self.keys, totals, strict=True)
-        return {f"val/{self.name}/{key}": total / count if count else nan for key, (total, count) in pairs}
+        return {f"{self.name}/{key}": total / count if count else nan for key, (total, count) in pairs}
 
 
 def _sum_and_count(values: Float[Tensor, "P *m"]) -> Float[Tensor, "P 2"]:
