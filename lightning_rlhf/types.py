@@ -90,6 +90,7 @@ class Sampling:
                 0 <= self.min_completion_length <= self.max_completion_length,
                 "between 0 and max_completion_length",
             ),
+            "stop": (not isinstance(self.stop, str) and all(self.stop), "a tuple or list of texts, none of them empty"),
         }
         for name, (holds, what) in checks.items():
             if not holds:

@@ -80,6 +80,11 @@ def test_what_a_module_cannot_be_given_is_one_line(options: dict, said: str) -> 
             {"val_sampling": {"temperatur": 1}},
             "rollout.val_sampling has no option 'temperatur', did you mean 'temperature'?",
         ),
+        ({"sampling": {"stop": "END"}}, "sampling.stop must be a tuple or list of texts, none of them empty, got END"),
+        (
+            {"val_sampling": {"stop": ["x", ""]}},
+            "sampling.stop must be a tuple or list of texts, none of them empty, got",
+        ),
         ({"conversation": {"max_turns": 2}}, "rollout.conversation needs 'reply'"),
         ({"filter_groups": True}, "rollout.filter_groups must be a lightning_rlhf.FilterGroups or a dict"),
         (
