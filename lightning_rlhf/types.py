@@ -102,15 +102,11 @@ class Sampling:
         return replace(self, num_generations=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
 
     @property
-    def truncated(self) -> bool:
-        """Whether the sampler renormalises over a part of the vocabulary (its log-probs are then not the policy's)."""
-        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
-
-    @property
     def replayable(self) -> bool:
         """Whether every token is drawn from softmax(logits / temperature), which is all that the trainer computes."""
+        truncated = self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
         kept_going = self.min_completion_length > 0 and not self.ignore_eos
-        return not (self.truncated or kept_going or self.extra)
+        return not (truncated or kept_going or self.extra)
 
 
 @dataclass(frozen=True)
@@ -220,9 +216,9 @@ class Rollout(Movable):
             sampling=sampling,
             group=prompts.index.repeat_interleave(n),
             mask=right_pad([c.mask for c in completions]),
-            # of a truncated distribution they are not comparable with the policy's
+            # of a distribution that the trainer does not compute they are not comparable with the policy's
             sampler_log_probs=right_pad(log_probs)
-            if len(log_probs) == len(completions) and not sampling.truncated
+            if len(log_probs) == len(completions) and sampling.replayable
             else None,
         )
 

@@ -853,6 +853,11 @@ def test_a_first_token_without_eos_is_replayable_where_no_eos_ends_a_response(tm
     assert row["rollout/logprob_diff_max"] < 1e-5
 
 
+def test_log_probs_of_another_distribution_are_not_compared_with_the_trainer_s(tmp_path):
+    (row,) = fit(GRPOLightningModule(**COMMON), tmp_path, 1, num_generations=4, min_completion_length=2)
+    assert "rollout/logprob_diff_max" not in row
+
+
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_the_coefficient_follows_its_target_and_a_resumed_run_goes_on_with_it(tmp_path):
     def module():
