@@ -59,8 +59,11 @@ def sampling_params(sampling: Sampling, seed: int | None, log_probs: bool, eos_t
     Special tokens are part of the text in which ``stop`` is looked for.
     """
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+    extra = dict(sampling.extra)
+    if isinstance(form := extra.get("structured_outputs"), dict):  # as YAML says it; vLLM would find out in `generate`
+        extra["structured_outputs"] = StructuredOutputsParams(**form)
     ends = [] if sampling.ignore_eos else sorted({*eos_token_ids, *sampling.stop_token_ids})
     stop = [] if sampling.ignore_eos else list(sampling.stop)
     return SamplingParams(
@@ -82,7 +85,7 @@ def sampling_params(sampling: Sampling, seed: int | None, log_probs: bool, eos_t
             "skip_special_tokens": False,
             "output_kind": RequestOutputKind.FINAL_ONLY,
             "skip_clone": not sampling.extra,  # nobody else has them
-            **sampling.extra,
+            **extra,
         }
     )
 

@@ -42,6 +42,16 @@ def test_every_option_of_a_draw_reaches_vllm() -> None:
 
 
 @needs_vllm
+def test_the_form_of_a_response_may_come_from_yaml() -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    form = sampling_params(Sampling(extra={"structured_outputs": {"choice": ["yes", "no"]}}), 0, False, ())
+    assert form.structured_outputs == StructuredOutputsParams(choice=["yes", "no"])
+    with pytest.raises(ValueError, match=r"rollout\.sampling\.extra must be fields of vLLM's .*chioce"):
+        VLLMEngine().check_sampling(Sampling(extra={"structured_outputs": {"chioce": ["yes", "no"]}}))
+
+
+@needs_vllm
 def test_what_vllm_cannot_draw_is_told_before_anything_is_loaded() -> None:
     engine = VLLMEngine()
     engine.check_sampling(Sampling(extra={"repetition_penalty": 1.5}))
