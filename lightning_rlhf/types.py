@@ -91,6 +91,10 @@ class Sampling:
                 "between 0 and max_completion_length",
             ),
             "stop": (not isinstance(self.stop, str) and all(self.stop), "a tuple or list of texts, none of them empty"),
+            "stop_token_ids": (
+                not isinstance(self.stop_token_ids, int) and all(i >= 0 for i in self.stop_token_ids),
+                "a tuple or list of ids, 0 or more",
+            ),
         }
         for name, (holds, what) in checks.items():
             if not holds:

@@ -75,10 +75,21 @@ def test_what_a_module_cannot_be_given_is_one_line(options: dict, said: str) -> 
     ("options", "said"),
     [
         ({"sampling": 4}, "rollout.sampling must be a lightning_rlhf.Sampling or a dict of its options, got 4"),
-        ({"sampling": {"n": 4}}, "rollout.sampling has no option 'n', did you mean 'num_generations'?; it has num_generations, "),
+        (
+            {"sampling": {"n": 4}},
+            "rollout.sampling has no option 'n', did you mean 'num_generations'?; it has num_generations, ",
+        ),
         (
             {"val_sampling": {"temperatur": 1}},
             "rollout.val_sampling has no option 'temperatur', did you mean 'temperature'?",
+        ),
+        (
+            {"sampling": {"stop_token_ids": 5}},
+            "sampling.stop_token_ids must be a tuple or list of ids, 0 or more, got 5",
+        ),
+        (
+            {"sampling": {"stop_token_ids": [3, -1]}},
+            "sampling.stop_token_ids must be a tuple or list of ids, 0 or more",
         ),
         ({"sampling": {"stop": "END"}}, "sampling.stop must be a tuple or list of texts, none of them empty, got END"),
         (
