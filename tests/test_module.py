@@ -36,6 +36,7 @@ from lightning_rlhf import (
 )
 from lightning_rlhf.modules.advantages import grpo
 from lightning_rlhf.rewards import RewardError
+from lightning_rlhf.rollout import TransformersEngine
 from lightning_rlhf.tiny import tiny_model
 from lightning_rlhf.types import Experience, Scores
 
@@ -853,9 +854,19 @@ def test_a_first_token_without_eos_is_replayable_where_no_eos_ends_a_response(tm
     assert row["rollout/logprob_diff_max"] < 1e-5
 
 
-def test_log_probs_of_another_distribution_are_not_compared_with_the_trainer_s(tmp_path):
-    (row,) = fit(GRPOLightningModule(**COMMON), tmp_path, 1, num_generations=4, min_completion_length=2)
+def test_log_probs_of_another_distribution_are_not_compared_with_the_trainer_s_and_not_asked_for(tmp_path):
+    asked = []
+
+    class Asked(TransformersEngine):
+        def generate(self, *args, **options):
+            asked.append(options["log_probs"])
+            return super().generate(*args, **options)
+
+    (row,) = fit(
+        GRPOLightningModule(**COMMON), tmp_path, 1, {"engine": Asked()}, num_generations=4, min_completion_length=2
+    )
     assert "rollout/logprob_diff_max" not in row
+    assert asked == [False]
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")

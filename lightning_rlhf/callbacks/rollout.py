@@ -190,7 +190,8 @@ class RolloutCallback(pl.Callback):
     ) -> None:
         module: RLHFLightningModule = pl_module  # type: ignore[assignment]
         iteration, prompts = trainer.fit_loop.total_batch_idx, _prompts_of(batch)
-        measured = self.log_probs_every > 0 and iteration % self.log_probs_every == 0
+        comparable = self.log_probs_every > 0 and self.sampling.replayable
+        measured = comparable and iteration % self.log_probs_every == 0
         log_probs = measured or module.correction is not None
         asked = self._keys(prompts) if self.async_level else []
         if self.async_level and self._is_there(iteration, asked, self.sampling.num_generations + module.needs_greedy):
