@@ -352,6 +352,14 @@ def test_every_eos_id_ends_a_response_and_stays_in_it(model: Qwen2ForCausalLM) -
     assert any(ends & set(c.token_ids) for c in ignored)
 
 
+@pytest.mark.parametrize("seed", [None, 7], ids=["greedy", "sampled"])
+def test_a_policy_that_gives_nan_is_named(seed: int | None) -> None:
+    broken = policy()
+    next(broken.parameters())[5, 0] = torch.nan
+    with pytest.raises(RuntimeError, match="the policy's logits are not finite"):
+        engine_with(broken).generate([[5, 6]], Sampling(max_completion_length=4), seeds=[seed])
+
+
 def test_no_eos_before_the_minimum_length(model: Qwen2ForCausalLM) -> None:
     engine = TransformersEngine()
     engine.setup(setup(eos_token_ids=tuple(range(1, 130))))

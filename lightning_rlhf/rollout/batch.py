@@ -104,7 +104,11 @@ class Batch:
         self.rows += rows
 
     def draw(self, sampling: Sampling, stop: Stop) -> Int[Tensor, "n"]:
-        """Draw a token for each row, drop the rows that end, return the tokens of the others."""
+        """Draw a token for each row, drop the rows that end, return the tokens of the others.
+
+        Raises:
+            RuntimeError: logits are not finite.
+        """
         early = [[i] for i, row in enumerate(self.rows) if len(row.token_ids) < sampling.min_completion_length]
         if early and stop.ids:
             self.logits[early, stop.ids] = -torch.inf
@@ -114,6 +118,8 @@ class Batch:
             torch.tensor(uniforms, dtype=torch.float64, device=self.logits.device),
         )
         for row, token, log_prob in zip(self.rows, tokens.tolist(), log_probs.tolist(), strict=True):
+            if math.isnan(log_prob):
+                raise RuntimeError("the policy's logits are not finite: look at its weights, and at its loss before")
             row.append(token, log_prob, stop)
         unfinished = [i for i, row in enumerate(self.rows) if row.finish_reason == "abort"]
         if len(unfinished) < len(self.rows):
@@ -207,5 +213,6 @@ def draw(logits: Float[Tensor, "B V"], uniforms: Float[Tensor, "B"]) -> tuple[In
         cumulative = probs.cumsum(-1, dtype=torch.float64)
         # below the total: one without mass is never drawn
         threshold = uniforms.nan_to_num(0.0)[:, None] * cumulative[:, -1:]
-        tokens = torch.where(greedy[:, None], tokens, torch.searchsorted(cumulative, threshold, right=True))
+        drawn = torch.searchsorted(cumulative, threshold, right=True).clamp(max=logits.shape[-1] - 1)  # of NaN beyond
+        tokens = torch.where(greedy[:, None], tokens, drawn)
     return tokens[:, 0], probs.gather(-1, tokens).log()[:, 0]
