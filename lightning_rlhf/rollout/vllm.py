@@ -253,7 +253,12 @@ class VLLMEngine(RolloutEngine):
         return EngineMemory(weights, max(least, wanted), WORKING, least)
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """Of ``extra`` alone, which is vLLM's, and only where vLLM is installed: this imports it."""
+        """Of the temperature, and where vLLM is installed, which this imports then, of ``extra``."""
+        if 0.0 < sampling.temperature < 0.01:
+            raise ValueError(
+                "rollout.sampling.temperature must be 0 (greedy) or at least 0.01, which vLLM raises lower ones to, got"
+                f" {sampling.temperature}"
+            )
         if not sampling.extra:
             return
         try:

@@ -72,6 +72,12 @@ def test_what_vllm_cannot_draw_is_told_before_anything_is_loaded() -> None:
         engine.check_sampling(Sampling(extra={"seed": 1}))
 
 
+def test_a_temperature_that_vllm_would_raise_is_refused() -> None:
+    VLLMEngine().check_sampling(Sampling(temperature=0.01))
+    with pytest.raises(ValueError, match=r"temperature must be 0 \(greedy\) or at least 0\.01, .*, got 0\.003$"):
+        VLLMEngine().check_sampling(Sampling(temperature=0.003))
+
+
 def test_without_vllm_nothing_is_said_of_what_it_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent() -> str:
         raise ImportError
