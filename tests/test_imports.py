@@ -22,7 +22,7 @@ ALLOWED = {
     "tiny": set(),
     "images": {"types"},
     "paths": {"tiny"},
-    "hf_config": {"images"},
+    "hf_config": {"images", "options"},
     "packing": {"types", "images"},
     "runners": {"rewards"},
     "calls": {"process_rewards", "rewards"},
