@@ -11,14 +11,17 @@ import pytest
 import torch
 from test_policy import strategy_of
 from test_startup import save_flawed
-from toys import spawn
+from toys import even_tokens, fit, spawn
 from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForCausalLM
 
+from lightning_rlhf import GRPOLightningModule, IterationCheckpoint
+from lightning_rlhf.export import export_checkpoint
 from lightning_rlhf.kernels import Features, reference_kernel
 from lightning_rlhf.modules.critic import build_critic, check_model
 from lightning_rlhf.modules.policy import build_policy
 from lightning_rlhf.modules.settings import ModelSettings
 from lightning_rlhf.packing import pack
+from lightning_rlhf.tiny import write_byte_tokenizer
 from lightning_rlhf.ulysses import packed_attention
 
 BASE = {
@@ -320,6 +323,27 @@ def test_log_probs_in_training_mode_have_no_randomness(kind, tmp_path, monkeypat
         first, second = (actor(packed, 1.0)[0] for _ in range(2))
         assert torch.equal(first, second)
         torch.testing.assert_close(actor.eval()(packed, 1.0)[0], first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(FAMILIES | MORE))
+def test_a_run_of_a_family_samples_from_its_own_policy_and_exports_it(kind, tmp_path, monkeypatch):
+    sizes = (FAMILIES | MORE)[kind]
+    monkeypatch.setitem(FAMILIES, kind, sizes)
+    monkeypatch.setitem(MORE, kind, sizes | {"vocab_size": 258, "eos_token_id": 1})
+    folder = save(kind, tmp_path)
+    write_byte_tokenizer(folder)
+    module = GRPOLightningModule(folder, reward=[even_tokens], lr=3e-3, mini_batches=2)
+    checkpoint = IterationCheckpoint(tmp_path / "checkpoints", every_n_train_steps=2)
+    checked = {"log_probs_every": 1, "verify_sync_every": 1}
+    rows = fit(module, tmp_path / "log", 2, checked, callbacks=[checkpoint], num_generations=2)
+    assert all(row["rollout/checksum_ok"] == 1.0 and row["rollout/logprob_diff_max"] < 1e-4 for row in rows)
+    assert rows[-1]["actor/grad_norm"] > 0.0
+    export_checkpoint(checkpoint.best_model_path, str(tmp_path / "exported"), dtype="float32")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    parameters = dict(exported.named_parameters(remove_duplicate=False))
+    for name, parameter in module.actor.hf_named_parameters():
+        assert torch.equal(parameters[name], parameter.full_tensor()), name
 
 
 @pytest.mark.gpu
