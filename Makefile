@@ -9,6 +9,8 @@ JOBS ?= 2
 PYTEST_ARGS ?=
 SEED ?= 0
 KILLS ?= 100
+FIRST ?= 0
+COUNT ?= 100
 DEMO_ARGS ?=
 
 VENV := .venv
@@ -20,7 +22,7 @@ KEEP_MEMORY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DELETE_ON_ERROR:
-.PHONY: help demo pipeline test test-slow test-vllm test-gpu chaos lint format clean
+.PHONY: help demo pipeline test test-slow test-vllm test-gpu chaos combinations lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +46,9 @@ test-vllm: $(VLLM_VENV)/.test ## the tests that run vLLM, on CPU
 
 chaos: $(VENV)/.test ## kill runs of two processes KILLS (100) times at random moments, resume, compare: some 10 seconds a kill
 	PYTHONPATH=.:tests $(ONE_THREAD) $(VENV)/bin/python tests/chaos.py --kills $(KILLS)
+
+combinations: $(VENV)/.test ## COUNT (100) random combinations of options, resumed and on two ranks: the same run? some 10 seconds each
+	PYTHONPATH=.:tests $(ONE_THREAD) $(VENV)/bin/python tests/combinations.py --first $(FIRST) --count $(COUNT)
 
 test-gpu: $(VENV)/.test ## the tests that need CUDA
 	$(VENV)/bin/python -m pytest -m gpu $(PYTEST_ARGS)
