@@ -476,9 +476,9 @@ LINE = [
     ("config", "options"),
     [
         ("tiny_grpo.yaml", []),
-        ("tiny_ppo.yaml", []),
+        pytest.param("tiny_ppo.yaml", [], marks=pytest.mark.slow),
         ("tiny_grpo.yaml", ["--rollout.async_level=1", "--model.init_args.correction={}"]),
-        ("tiny_grpo.yaml", ["--rollout.filter_groups={}"]),
+        pytest.param("tiny_grpo.yaml", ["--rollout.filter_groups={}"], marks=pytest.mark.slow),
     ],
     ids=["in turn", "critic", "ahead", "filtered"],
 )

@@ -126,8 +126,8 @@ def test_a_reward_that_fails_on_one_rank_is_told_of_with_its_rank(tmp_path):
 @pytest.mark.parametrize(
     ("environment", "speaks"),
     [
-        ({"NODE_RANK": "1"}, True),
-        ({"NODE_RANK": "1", "LOCAL_RANK": "1"}, False),
+        pytest.param({"NODE_RANK": "1"}, True, marks=pytest.mark.slow),
+        pytest.param({"NODE_RANK": "1", "LOCAL_RANK": "1"}, False, marks=pytest.mark.slow),
         ({"RANK": "8", "LOCAL_RANK": "0"}, True),
         ({"SLURM_PROCID": "9", "SLURM_LOCALID": "1"}, False),
     ],

@@ -427,7 +427,7 @@ def dynamo():
 
 @pytest.mark.usefixtures("dynamo")
 @pytest.mark.filterwarnings("ignore")  # torch's compiler about itself
-@pytest.mark.parametrize("which", ["full", "selective", "every_second"])
+@pytest.mark.parametrize("which", ["full", "selective", pytest.param("every_second", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_layers_that_are_recomputed_keep_what_others_do(which, backend, monkeypatch):
     shape = shape_of(MODELS["llama"], torch.bfloat16, compiled=True)

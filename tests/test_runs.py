@@ -50,7 +50,7 @@ def per_token(completion_ids, **_):
 QUIET = ["--trainer.enable_progress_bar=false", "--trainer.callbacks=[lightning_rlhf.Throughput]"]
 
 
-@pytest.mark.parametrize("config", ["tiny_ppo.yaml", "tiny_grpo.yaml"])
+@pytest.mark.parametrize("config", ["tiny_ppo.yaml", pytest.param("tiny_grpo.yaml", marks=pytest.mark.slow)])
 def test_results_do_not_depend_on_how_the_work_is_split(config, tmp_path):
     """One process, two data ranks, two ranks that share each sequence, small micro-batches: the same metrics."""
     one = run(tmp_path / "one", config, *QUIET)
@@ -149,6 +149,7 @@ def test_a_run_resumes_where_its_checkpoint_was_written(tmp_path):
     assert_equal_runs(whole[2:], rest, 1e-7)
 
 
+@pytest.mark.slow
 def test_responses_generated_ahead_do_not_depend_on_the_split_and_resume_on_another(tmp_path):
     ahead = [*QUIET, "--rollout.async_level=1", "--model.correction={}", "--trainer.max_steps=4"]
     options = f"{{dirpath: {tmp_path}/ck, every_n_train_steps: 2, save_top_k: -1}}"
