@@ -54,7 +54,7 @@ LOSSES = ["ppo", "gspo", "gmpo", "cispo", "sapo", "gpg", "dro", "dppo_tv", "dppo
 """All but kl_cov: where the policy has not moved yet, the gradient of |l| is a sign of rounding."""
 ESTIMATORS = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "gdpo", "grpo_passk", "remax", "optimal_token_baseline"]
 ESTIMATORS += ["reinforce_plus_plus", "reinforce_plus_plus_baseline"]
-OF_THIS_MACHINE = ("timing_s/", "perf/", "rollout/ahead_s", "rollout/checksum_ok", "epoch")
+OF_THIS_MACHINE = ("timing_s/", "perf/", "rollout/ahead_s", "rollout/checksum_ok")
 """Metrics of times, and of the checksum, which a run that goes on computes once more."""
 
 
@@ -187,9 +187,8 @@ def run(rank: int, seed: int, folder: Path, ranks: int = 1, sp: int = 1, resume:
     module = combination.kind(
         model="random:tiny",
         lr=3e-3,
-        optimizer=partial(
-            ShardedAdamW, eps=1e-4, weight_decay=0.0
-        ),  # a gradient of rounding alone would be a whole step
+        # with the default eps a gradient of rounding alone would be a whole step
+        optimizer=partial(ShardedAdamW, eps=1e-4, weight_decay=0.0),
         micro_batch_tokens=Random(seed).choice([130, 300, 4096]),
         **combination.model,
     )

@@ -329,7 +329,6 @@ def test_log_probs_in_training_mode_have_no_randomness(kind, tmp_path, monkeypat
 @pytest.mark.parametrize("kind", sorted(FAMILIES | MORE))
 def test_a_run_of_a_family_samples_from_its_own_policy_and_exports_it(kind, tmp_path, monkeypatch):
     sizes = (FAMILIES | MORE)[kind]
-    monkeypatch.setitem(FAMILIES, kind, sizes)
     monkeypatch.setitem(MORE, kind, sizes | {"vocab_size": 258, "eos_token_id": 1})
     folder = save(kind, tmp_path)
     write_byte_tokenizer(folder)
